@@ -1,0 +1,183 @@
+"""Seam in the host's orchestrator: runs the interaction plane on its loop, reports turn requests.
+
+`LiveOrchestration` is mixed into the host's two orchestrators; both are put where the host looks
+them up by name (vllm_omni/engine/async_omni_engine.py, duplex_omni_engine.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind
+from vllm_omni.engine import async_omni_engine, duplex_orchestrator
+from vllm_omni.engine.duplex_orchestrator import DuplexOrchestrator
+from vllm_omni.engine.orchestrator import Orchestrator
+from vllm_omni.metrics import count_audio_frames
+from vllm_omni.metrics.utils import iter_mm_outputs
+
+from liveserve.config import from_env
+from liveserve.host import seam
+from liveserve.host.duplex import LiveSessionManager
+from liveserve.host.engine import METHOD
+from liveserve.host.sessions import session_of
+from liveserve.monitor import EngineKey, Send
+from liveserve.plane import InteractionPlane
+
+
+async def _call_engine(client: Any, payload: bytes) -> bytes:
+    return bytes(await client.call_utility_async(METHOD, payload))
+
+
+class LiveOrchestration:
+    """Mixed in front of a host orchestrator. Every override does the host's work first or last,
+    and none of its own can fail the host's.
+    """
+
+    stage_pools: list[Any]
+    request_states: dict[str, Any]
+    _shutdown_event: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.live: InteractionPlane | None = None
+        self._routed_so_far: dict[tuple[str, int], float] = {}
+        seam.install("the interaction plane", self._attach)
+
+    def _attach(self) -> None:
+        config = from_env()
+        if config is None:
+            return
+        self.live = InteractionPlane(config, self._engines)
+        manager = getattr(self, "session_manager", None)
+        if isinstance(manager, LiveSessionManager):
+            manager.plane = self.live
+
+    def _engines(self) -> dict[EngineKey, Send]:
+        """The live LLM engines, by stage and replica."""
+        engines: dict[EngineKey, Send] = {}
+        for stage_id, pool in enumerate(self.stage_pools):
+            for replica_id in pool.available_replica_ids():
+                client = pool.clients[replica_id]
+                if hasattr(client, "call_utility_async"):
+                    engines[(stage_id, replica_id)] = functools.partial(_call_engine, client)
+        return engines
+
+    def _background_tasks(self) -> list[Any]:
+        tasks = super()._background_tasks()  # type: ignore[misc]
+        if self.live is not None:
+            tasks.append(self.live.run(self._shutdown_event))
+        return tasks
+
+    async def _dispatch_message(self, msg: Any) -> bool:
+        if getattr(msg, "type", None) == "add_request":
+            self._report(self._turn_opened, msg)
+        return await super()._dispatch_message(msg)  # type: ignore[misc]
+
+    async def _route_output(
+        self, stage_id: int, replica_id: int, output: Any, req_state: Any, stage_metrics: Any
+    ) -> None:
+        # First ours: the host forgets a request with its last output.
+        self._report(self._routed, stage_id, output, req_state)
+        await super()._route_output(  # type: ignore[misc]
+            stage_id, replica_id, output, req_state, stage_metrics
+        )
+
+    async def _cleanup_request_ids(self, request_ids: list[str], **kwargs: Any) -> Any:
+        self._report(self._turns_ended, tuple(request_ids), bool(kwargs.get("abort")))
+        return await super()._cleanup_request_ids(request_ids, **kwargs)  # type: ignore[misc]
+
+    # ---- what is reported ------------------------------------------------------------------
+
+    def _report(self, what: Callable[..., None], *args: Any) -> None:
+        if self.live is not None:
+            try:
+                what(self.live, *args)
+            except Exception:
+                self.live.failed(what.__name__)
+
+    def _turn_opened(self, live: InteractionPlane, msg: Any) -> None:
+        stages = msg.final_output_stage_ids or [msg.final_stage_id]
+        outputs = {self.stage_pools[s].stage_client.final_output_type for s in stages}
+        now_s = live.now_s()
+        live.tracker.opened(msg.request_id, "turn" if "audio" in outputs else "text", now_s)
+        live.tracker.committed(msg.request_id, now_s)
+        live.tracker.response_created(msg.request_id, msg.request_id, now_s)
+
+    def _routed(self, live: InteractionPlane, stage_id: int, output: Any, req_state: Any) -> None:
+        """Count text tokens of every request, and audio of turn requests (a duplex session's
+        audio is counted where it leaves the session, see `liveserve.host.duplex`).
+        """
+        request_id = req_state.request_id
+        completions = getattr(output, "outputs", None)
+        if not completions or request_id not in self.request_states:
+            return
+        is_delta = req_state.sampling_params_list[stage_id].output_kind is RequestOutputKind.DELTA
+        amount = 0.0
+        if stage_id == 0:
+            amount = float(len(completions[0].token_ids))
+        elif not req_state.session_owned:
+            amount = self._audio_s(stage_id, output)
+        if not amount:
+            return
+        before = self._routed_so_far.get((request_id, stage_id), 0.0)
+        total = before + amount if is_delta else max(before, amount)
+        self._routed_so_far[(request_id, stage_id)] = total
+        if stage_id == 0:
+            live.tracker.text_tokens(session_of(request_id), int(total - before))
+        else:
+            live.tracker.audio_routed(request_id, request_id, total, live.now_s())
+
+    def _audio_s(self, stage_id: int, output: Any) -> float:
+        """Seconds of audio in a stage's output, counted as the host's own metrics do."""
+        pool = self.stage_pools[stage_id]
+        total_s = 0.0
+        for mm_output in iter_mm_outputs(output):
+            frames = count_audio_frames(mm_output)
+            if frames:
+                total_s += frames / pool._infer_audio_sample_rate(mm_output)
+        return total_s
+
+    def _turns_ended(
+        self, live: InteractionPlane, request_ids: tuple[str, ...], abort: bool
+    ) -> None:
+        now_s = live.now_s()
+        for request_id in request_ids:
+            state = self.request_states.get(request_id)
+            for stage_id in range(len(self.stage_pools)):
+                self._routed_so_far.pop((request_id, stage_id), None)
+            if state is None or state.session_owned:
+                continue
+            if abort:
+                # The client went away: it hears nothing more.
+                live.tracker.barge_in(request_id, "aborted", now_s)
+                live.tracker.response_done(request_id, request_id, "cancelled", now_s)
+                live.tracker.closed(request_id, "aborted", now_s)
+            else:
+                live.tracker.response_done(request_id, request_id, "completed", now_s)
+
+
+class LiveOrchestrator(LiveOrchestration, Orchestrator):
+    """The host's orchestrator for turn-based models, with the interaction plane."""
+
+
+class LiveDuplexOrchestrator(LiveOrchestration, DuplexOrchestrator):
+    """The host's orchestrator for duplex models, with the interaction plane."""
+
+
+def install() -> None:
+    """Put both classes in the places where the host looks them up by name."""
+    seam.expect(
+        getattr(async_omni_engine, "Orchestrator", None) in (Orchestrator, LiveOrchestrator),
+        "async_omni_engine.Orchestrator is not the host's class",
+    )
+    seam.expect(
+        getattr(duplex_orchestrator, "DuplexOrchestrator", None)
+        in (DuplexOrchestrator, LiveDuplexOrchestrator),
+        "duplex_orchestrator.DuplexOrchestrator is not the host's class",
+    )
+    for name in ("_background_tasks", "_dispatch_message", "_route_output", "_cleanup_request_ids"):
+        seam.expect(hasattr(Orchestrator, name), f"Orchestrator.{name} is gone")
+    async_omni_engine.Orchestrator = LiveOrchestrator
+    duplex_orchestrator.DuplexOrchestrator = LiveDuplexOrchestrator

@@ -1,0 +1,53 @@
+"""Entry point of group ``vllm.general_plugins``: loaded in API, engine and worker processes."""
+
+from __future__ import annotations
+
+import logging
+
+from liveserve.config import ConfigError, LiveServeConfig, from_env
+from liveserve.host import seam, versions
+
+logger = logging.getLogger("vllm.liveserve")
+
+
+def register() -> None:
+    """Install LiveServe's seams in this process. Idempotent; never raises into the host."""
+    from liveserve.host.cpu import adapt
+
+    adapt.apply()  # a CPU host needs it also without LiveServe
+    try:
+        config = from_env()
+    except ConfigError as exc:
+        logger.error("LiveServe is off: %s", exc)
+        return
+    if config is None or not versions.supported():
+        return
+    seam.install("the engine", _engine)
+    if versions.installed("vllm-omni") is not None:
+        seam.install("the stage schedulers", _pipeline)
+        seam.install("duplex sessions", lambda: _duplex(config))
+        seam.install("the orchestrator", _orchestrator)
+
+
+def _engine() -> None:
+    from liveserve.host import engine
+
+    engine.install()
+
+
+def _pipeline() -> None:
+    from liveserve.host import pipeline
+
+    pipeline.install()
+
+
+def _duplex(config: LiveServeConfig) -> None:
+    from liveserve.host import duplex
+
+    duplex.install(config)
+
+
+def _orchestrator() -> None:
+    from liveserve.host import orchestrator
+
+    orchestrator.install()

@@ -1,0 +1,137 @@
+"""The interaction plane of one API process: tracker, monitor and metrics, wired together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from liveserve.config import LiveServeConfig
+from liveserve.events import Event, Reply, to_builtins
+from liveserve.metrics import Metrics
+from liveserve.monitor import EngineKey, Monitor, Send
+from liveserve.runtime import session_row
+from liveserve.session import SessionTracker
+
+T = TypeVar("T")
+
+logger = logging.getLogger("vllm.liveserve")
+
+
+_current: InteractionPlane | None = None
+
+
+def current_plane() -> InteractionPlane | None:
+    """The plane of this process, once its orchestrator runs."""
+    return _current
+
+
+class InteractionPlane:
+    """Lives on the loop that owns the engine clients; `run` is its background task.
+
+    Args:
+        config: LiveServe's configuration.
+        engines: the live engines now, with a way to reach each.
+    """
+
+    def __init__(
+        self, config: LiveServeConfig, engines: Callable[[], dict[EngineKey, Send]]
+    ) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.tracker = SessionTracker(config, self._publish)
+        self.monitor = Monitor(config, self.tracker.table, engines, self._on_reply)
+        self._errors = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Carry events until ``stop`` is set."""
+        global _current
+        self._loop, _current = asyncio.get_running_loop(), self
+        try:
+            if self.config.monitor:
+                await self.monitor.run(stop)
+            else:
+                await stop.wait()
+        finally:
+            _current = None
+
+    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run one of this plane's coroutines from another loop (the HTTP server's)."""
+        if self._loop is None:
+            coroutine.close()
+            raise RuntimeError("the interaction plane is not running")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def failed(self, where: str) -> None:
+        """Count an exception that a hook caught; the first one is logged with its trace."""
+        self.metrics.plane_errors.inc()
+        self._errors += 1
+        if self._errors == 1:
+            logger.exception("LiveServe: %s failed; the host goes on (logged once)", where)
+
+    def _publish(self, event: Event) -> None:
+        self.metrics.event(event)
+        if self.config.monitor:
+            self.monitor.publish(event)
+
+    def _on_reply(self, key: EngineKey, reply: Reply, took_s: float) -> None:
+        self.metrics.reply(key, reply.snapshot, took_s)
+        now_s = self.now_s()
+        self.tracker.expire_turns(now_s)
+        self.metrics.sessions(self.tracker.table, self.tracker.totals, now_s)
+
+    # ---- for the endpoints -----------------------------------------------------------------
+
+    async def sessions(self) -> dict[str, object]:
+        """Every live session as the API process sees it, and totals since the start."""
+        now_s = self.now_s()
+        self.tracker.expire_turns(now_s)
+        rows = [to_builtins(session_row(view, now_s)) for view in self.tracker.table]
+        totals = self.tracker.totals
+        return {
+            "sessions": rows,
+            "totals": {
+                "audio_routed_s": totals.routed_s,
+                "audio_heard_s": totals.heard_s,
+                "audio_wasted_s": totals.wasted_s,
+                "barge_ins": totals.barge_ins,
+                "responses": totals.responses,
+                "events": totals.events,
+            },
+        }
+
+    async def pressure(self, *, detail: bool, timeout_s: float) -> dict[str, object]:
+        """Every engine's snapshot; with ``detail`` also its requests and views, asked for now."""
+        if not self.config.monitor:
+            return {"engines": [], "monitor": "off"}
+        fresh = await self.monitor.query(timeout_s) if detail else {}
+        engines = []
+        for (stage_id, replica_id), link in sorted(self.monitor.links.items()):
+            reply = fresh.get((stage_id, replica_id)) or (None if detail else link.reply)
+            engines.append(
+                engine_report(stage_id, replica_id, reply, detail=detail)
+                | {
+                    "age_s": self.now_s() - link.replied_at_s if link.reply else None,
+                    "link": to_builtins(link.stats),
+                }
+            )
+        return {"engines": engines}
+
+
+def engine_report(
+    stage_id: int, replica_id: int, reply: Reply | None, *, detail: bool
+) -> dict[str, object]:
+    """One engine's answer as a JSON object; ``answered`` is false if it gave none."""
+    report: dict[str, object] = {"stage_id": stage_id, "replica_id": replica_id}
+    if reply is None:
+        return report | {"answered": False}
+    report |= {"answered": True, "snapshot": to_builtins(reply.snapshot)}
+    if detail:
+        report |= {"requests": to_builtins(reply.requests), "views": to_builtins(reply.views)}
+    return report

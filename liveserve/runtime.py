@@ -1,0 +1,301 @@
+"""LiveServe inside one stage engine: ring, views, and each request's class every round.
+
+The host's scheduler calls `round` before it schedules and `stepped` after a model step; the
+UTILITY handler calls `exchange`. All three run on the engine's one thread. Nothing here changes
+the host's order, and an exception here is counted and logged once, never raised into the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from liveserve.config import LiveServeConfig
+from liveserve.events import (
+    Batch,
+    PressureSnapshot,
+    Reply,
+    RequestRow,
+    SessionRow,
+    decode_batch,
+    encode,
+)
+from liveserve.monitor import boot_id
+from liveserve.ring import EventRing
+from liveserve.scheduler.urgency import Rank, rank
+from liveserve.scheduler.views import SessionView
+from liveserve.session import SessionTable
+
+logger = logging.getLogger("vllm.liveserve")
+
+# Weight of the newest step in the averages of step time and token rate.
+_STEP_WEIGHT = 0.1
+# Rows of requests and of sessions in a detailed reply.
+MAX_ROWS = 512
+
+
+class RequestLike(Protocol):
+    """What a round reads of the host's request (vllm/v1/request.py)."""
+
+    request_id: str
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+
+class Queues(Protocol):
+    """The host scheduler, as far as the runtime looks at it."""
+
+    def running(self) -> Iterable[RequestLike]: ...
+
+    def waiting(self) -> Iterable[RequestLike]: ...
+
+    def kv_blocks(self) -> tuple[int, int]:
+        """Blocks in use, blocks in all."""
+        ...
+
+    def kv_blocks_of(self, request: RequestLike) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageInfo:
+    """One stage engine.
+
+    Attributes:
+        token_s: seconds of audio per output token (1 / frame rate for the talker); None where a
+            token has no fixed length (thinker: the session's pace counts).
+        routes_audio: its output is what the listener hears (code2wav).
+    """
+
+    stage_id: int
+    name: str
+    token_s: float | None = None
+    routes_audio: bool = False
+    kv_block_bytes: int = 0
+
+
+class StageRuntime:
+    def __init__(
+        self,
+        info: StageInfo,
+        config: LiveServeConfig,
+        queues: Queues,
+        session_of: Callable[[str], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self.ring = EventRing(config.ring_capacity)
+        self.table = SessionTable(config.max_sessions, use_acks=config.playback == "auto")
+        self.ranks: dict[str, Rank] = {}
+        self.errors = 0
+        self._config = config
+        self._p_safe_s = config.stage(info.name).p_safe_s
+        self._queues = queues
+        self._session_of = session_of
+        self._clock = clock
+        self._boot = boot_id()
+        self._offset_s: float | None = None
+        self._arrivals: dict[str, tuple[str, float]] = {}
+        self._by_class = ([0, 0, 0], [0, 0, 0])
+        self._step_ms = 0.0
+        self._steps = 0
+        self._tokens = 0
+        self._tokens_per_s = 0.0
+        self._rate_mark = (clock(), 0)
+        self._round_us = 0.0
+        self._stepped_at_s = float("-inf")
+
+    # ---- called by the host's scheduler ----------------------------------------------------
+
+    def round(self) -> None:
+        """Refresh the views and rank every request of this engine (paper, Algorithm 1)."""
+        started = time.perf_counter()
+        try:
+            self._round(self._clock())
+        except Exception:
+            self._failed("round")
+            self.ranks = {}
+        self._round_us += _STEP_WEIGHT * (1e6 * (time.perf_counter() - started) - self._round_us)
+
+    def stepped(self, began_s: float, tokens: int) -> None:
+        """A model step that was scheduled at ``began_s`` is complete and made ``tokens``."""
+        now_s = self._clock()
+        # With async scheduling steps overlap: a step's own time starts where the last one ended.
+        took_ms = 1e3 * (now_s - max(began_s, self._stepped_at_s))
+        self._stepped_at_s = now_s
+        self._step_ms += (took_ms - self._step_ms) * (_STEP_WEIGHT if self._steps else 1.0)
+        self._steps += 1
+        self._tokens += tokens
+
+    def now_s(self) -> float:
+        return self._clock()
+
+    # ---- called by the UTILITY handler -----------------------------------------------------
+
+    def exchange(self, payload: bytes) -> bytes:
+        """Apply one encoded `Batch`; answer with an encoded `Reply`."""
+        try:
+            batch = decode_batch(payload)
+            self._receive(batch)
+            detail = batch.detail
+        except Exception:
+            self._failed("exchange")
+            self.ring.stale = True
+            detail = False
+        self.round()
+        reply = Reply(self.snapshot(), self.ring.next_seq, resync=self.ring.stale)
+        if detail:
+            try:
+                reply.requests, reply.views = self._request_rows(), self._session_rows()
+            except Exception:
+                self._failed("detail")
+        return encode(reply)
+
+    def snapshot(self) -> PressureSnapshot:
+        now_s = self._clock()
+        mark_s, mark_tokens = self._rate_mark
+        if now_s - mark_s >= 1.0:
+            self._tokens_per_s = (self._tokens - mark_tokens) / (now_s - mark_s)
+            self._rate_mark = (now_s, self._tokens)
+        used, total = self._queues.kv_blocks()
+        running, waiting = self._by_class
+        return PressureSnapshot(
+            stage_id=self.info.stage_id,
+            stage=self.info.name,
+            attached=True,
+            stale=self.ring.stale,
+            waiting_by_class=list(waiting),
+            running_by_class=list(running),
+            kv_blocks_used=used,
+            kv_blocks_total=total,
+            kv_block_bytes=self.info.kv_block_bytes,
+            tokens_per_s=self._tokens_per_s,
+            tokens_total=self._tokens,
+            step_ms=self._step_ms,
+            steps_total=self._steps,
+            round_us=self._round_us,
+            sessions=len(self.table),
+            events_total=self.ring.total,
+            events_lost=self.ring.lost,
+            errors_total=self.errors,
+        )
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def view_of(self, session_id: str) -> SessionView | None:
+        """The session's view, or None when views cannot be trusted (policies fail closed)."""
+        return None if self.ring.stale else self.table.get(session_id)
+
+    def _receive(self, batch: Batch) -> None:
+        offset_s = 0.0
+        if not self._boot or batch.boot_id != self._boot:
+            # Another machine's clock: the smallest difference seen is the one with least delay.
+            delta_s = self._clock() - batch.sent_s
+            self._offset_s = delta_s if self._offset_s is None else min(self._offset_s, delta_s)
+            offset_s = self._offset_s
+        if batch.views is not None:
+            for view in batch.views:
+                view.shift(offset_s)
+            self.ring.resync(batch.first_seq)
+            self.table.load(batch.views)
+        events = batch.events
+        if offset_s:
+            events = [
+                type(event)(
+                    event.kind,
+                    event.session_id,
+                    event.at_s + offset_s,
+                    event.value_s,
+                    event.response_id,
+                    event.detail,
+                )
+                for event in events
+            ]
+        self.ring.push(batch.first_seq, events)
+
+    def _round(self, now_s: float) -> None:
+        for event in self.ring.drain():
+            self.table.apply(event)
+        arrivals: dict[str, tuple[str, float]] = {}
+        ranks: dict[str, Rank] = {}
+        counts = ([0, 0, 0], [0, 0, 0])
+        for state, requests in enumerate((self._queues.running(), self._queues.waiting())):
+            for request in requests:
+                request_id = request.request_id
+                known = self._arrivals.get(request_id)
+                if known is None:
+                    known = (self._session_of(request_id), now_s)
+                arrivals[request_id] = known
+                view = self.view_of(known[0])
+                produced_s = self._produced_s(request, view) if view else 0.0
+                ranked = rank(view, produced_s, self._p_safe_s, known[1], now_s)
+                ranks[request_id] = ranked
+                counts[state][ranked.urgency] += 1
+        self._arrivals, self.ranks, self._by_class = arrivals, ranks, counts
+
+    def _produced_s(self, request: RequestLike, view: SessionView) -> float:
+        """What this stage made for ``request``, in seconds of audio."""
+        if self.info.routes_audio:
+            return view.clock.routed_s
+        token_s = self.info.token_s if self.info.token_s is not None else view.text_token_s
+        return request.num_output_tokens * token_s
+
+    def _request_rows(self) -> list[RequestRow]:
+        rows: list[RequestRow] = []
+        queues = (("running", self._queues.running()), ("waiting", self._queues.waiting()))
+        for state, requests in queues:
+            for request in requests:
+                ranked = self.ranks.get(request.request_id)
+                if ranked is None or len(rows) >= MAX_ROWS:
+                    continue
+                session_id = self._arrivals[request.request_id][0]
+                view = self.view_of(session_id)
+                rows.append(
+                    RequestRow(
+                        request_id=request.request_id,
+                        session_id=session_id,
+                        state=state,
+                        urgency=ranked.urgency.name,
+                        buffer_s=ranked.buffer_s,
+                        age_s=ranked.age_s,
+                        produced_s=self._produced_s(request, view) if view else 0.0,
+                        tokens=request.num_output_tokens,
+                        kv_blocks=self._queues.kv_blocks_of(request),
+                    )
+                )
+        return rows
+
+    def _session_rows(self) -> list[SessionRow]:
+        now_s = self._clock()
+        return [session_row(view, now_s) for view in list(self.table)[-MAX_ROWS:]]
+
+    def _failed(self, where: str) -> None:
+        self.errors += 1
+        if self.errors == 1:
+            logger.exception(
+                "LiveServe: %s failed in stage %s; requests keep the host's order "
+                "(counted in liveserve_errors_total, logged once)",
+                where,
+                self.info.name,
+            )
+
+
+def session_row(view: SessionView, now_s: float) -> SessionRow:
+    """A session for people to read, as of ``now_s``."""
+    clock = view.clock
+    return SessionRow(
+        session_id=view.session_id,
+        phase=view.phase_at(now_s).name.lower(),
+        speech_active=view.speech_active,
+        response_id=view.response_id,
+        clock_source=clock.source(now_s).name.lower(),
+        routed_s=clock.routed_s,
+        played_s=clock.played_s(now_s),
+        acked_s=clock.acked_s,
+        buffer_s=clock.buffer_s(now_s),
+        barge_ins=view.barge_ins,
+        reply_gap_s=view.reply_gap_s,
+    )

@@ -1,0 +1,392 @@
+"""Sessions as state: one reducer for both sides, and the tracker that feeds it on the API side.
+
+`apply` turns an event into a change of a `SessionView`. The API process and every engine run the
+same function over the same events, so they agree. `SessionTracker` watches the live sessions
+(it is called by the host hooks), refuses impossible playback reports, and emits the events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from liveserve.config import LiveServeConfig
+from liveserve.events import Event, EventKind
+from liveserve.kvtier.next_use import GapPrior, ReplyGap
+from liveserve.scheduler.views import Phase, SessionView
+
+# Weight of the newest response in the average of seconds of speech per text token.
+_PACE_WEIGHT = 0.3
+# Responses per session whose routed and acked positions are remembered, for late acks.
+_REMEMBERED_RESPONSES = 4
+
+
+def apply(view: SessionView, event: Event, *, use_acks: bool = True) -> None:
+    """Change ``view`` as ``event`` says. Events about another response leave the clock alone."""
+    kind, now_s, clock = event.kind, event.at_s, view.clock
+    view.last_event_s = now_s
+    this_response = not event.response_id or event.response_id == view.response_id
+    if kind is EventKind.AUDIO_ROUTED:
+        if this_response:
+            clock.route(event.value_s, now_s)
+            view.phase = Phase.SPEAKING
+    elif kind is EventKind.PLAYBACK:
+        if this_response and use_acks:
+            clock.ack(event.value_s, now_s)
+    elif kind is EventKind.INPUT:
+        view.input_s = event.value_s
+        if view.phase_at(now_s) is Phase.IDLE:
+            view.phase = Phase.LISTENING
+    elif kind is EventKind.SPEECH_STARTED:
+        view.speech_active = True
+        if view.phase_at(now_s) is Phase.IDLE:
+            view.phase = Phase.LISTENING
+    elif kind is EventKind.SPEECH_STOPPED:
+        view.speech_active = False
+    elif kind is EventKind.COMMITTED:
+        view.phase, view.ready_at_s, view.input_s = Phase.THINKING, now_s, 0.0
+        view.response_id = ""
+        clock.restart()
+    elif kind is EventKind.RESPONSE_CREATED:
+        if view.phase is not Phase.THINKING:
+            view.ready_at_s = now_s
+        view.phase, view.response_id = Phase.THINKING, event.response_id
+        clock.restart()
+    elif kind is EventKind.RESPONSE_DONE:
+        if this_response:
+            clock.complete = True
+            if not clock.started and view.phase is Phase.THINKING:
+                view.phase = Phase.IDLE
+    elif kind is EventKind.BARGE_IN:
+        view.barge_ins += 1
+        view.phase, view.response_id = Phase.LISTENING, ""
+        clock.restart()
+    elif kind is EventKind.RATE:
+        clock.set_rate(event.value_s, now_s)
+    elif kind is EventKind.REPLY_GAP:
+        view.reply_gap_s = event.value_s
+    elif kind is EventKind.TEXT_PACE:
+        view.text_token_s = event.value_s
+    elif kind is EventKind.OPENED:
+        view.opened_at_s = now_s
+        view.wants_audio = event.detail != "text"
+        clock.set_rate(event.value_s, now_s)
+
+
+class SessionTable:
+    """Views by session id, at most ``max_sessions``; the longest silent one is forgotten first."""
+
+    def __init__(self, max_sessions: int, *, use_acks: bool = True) -> None:
+        self._views: dict[str, SessionView] = {}
+        self._max = max_sessions
+        self._use_acks = use_acks
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __iter__(self) -> Iterator[SessionView]:
+        return iter(self._views.values())
+
+    def get(self, session_id: str) -> SessionView | None:
+        return self._views.get(session_id)
+
+    def apply(self, event: Event) -> SessionView | None:
+        """Apply ``event``, creating the session if it is new. Returns None once it is closed."""
+        view = self._views.pop(event.session_id, None)
+        if event.kind is EventKind.CLOSED:
+            return None
+        if view is None:
+            if len(self._views) >= self._max:
+                del self._views[next(iter(self._views))]
+            view = SessionView(event.session_id, opened_at_s=event.at_s)
+        apply(view, event, use_acks=self._use_acks)
+        self._views[event.session_id] = view  # newest last
+        return view
+
+    def load(self, views: Iterable[SessionView]) -> None:
+        """Replace everything by ``views``, cut to the newest ``max_sessions``."""
+        newest = sorted(views, key=lambda view: view.last_event_s)[-self._max :]
+        self._views = {view.session_id: view for view in newest}
+
+
+class AckRefused(ValueError):
+    """A playback report that cannot be true.
+
+    Attributes:
+        code: machine-readable reason, as sent to the client.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(slots=True)
+class _Response:
+    routed_s: float = 0.0
+    acked_s: float = 0.0
+    text_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Session:
+    gap: ReplyGap
+    responses: dict[str, _Response] = field(default_factory=dict)
+    current: str = ""
+    gap_pending: bool = False
+    settled: bool = True
+    text_tokens: int = 0
+    one_turn: bool = False
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the tracker has seen since it started, over all sessions."""
+
+    routed_s: float = 0.0
+    heard_s: float = 0.0
+    wasted_s: float = 0.0
+    barge_ins: dict[str, int] = field(default_factory=dict)
+    responses: dict[str, int] = field(default_factory=dict)
+    events: dict[str, int] = field(default_factory=dict)
+
+
+class SessionTracker:
+    """Watches every live session. Not thread-safe: one event loop owns it.
+
+    Args:
+        config: limits and tolerances.
+        publish: receives every event, after it was applied to `table`.
+    """
+
+    def __init__(self, config: LiveServeConfig, publish: Callable[[Event], None]) -> None:
+        self.table = SessionTable(config.max_sessions, use_acks=config.playback == "auto")
+        self.totals = Totals()
+        self._config = config
+        self._publish = publish
+        self._sessions: dict[str, _Session] = {}
+        self._gap_prior = GapPrior()
+        self._text_token_s = SessionView("").text_token_s
+
+    # ---- what the host reports -------------------------------------------------------------
+
+    def opened(self, session_id: str, kind: str, now_s: float, rate: float = 1.0) -> None:
+        """A session begins; ``kind`` is "duplex", "turn" or "text"."""
+        if session_id in self._sessions:
+            return
+        while len(self._sessions) >= self._config.max_sessions:
+            self.closed(next(iter(self._sessions)), "forgotten", now_s)
+        gap = ReplyGap(self._gap_prior)
+        self._sessions[session_id] = _Session(gap, one_turn=kind != "duplex")
+        self._emit(EventKind.OPENED, session_id, now_s, rate, detail=kind)
+        self._emit(EventKind.REPLY_GAP, session_id, now_s, gap.mean_s)
+        self._emit(EventKind.TEXT_PACE, session_id, now_s, self._text_token_s)
+
+    def rate(self, session_id: str, rate: float, now_s: float) -> None:
+        """The client plays at ``rate`` from now on. Raises ValueError if it is not above 0."""
+        if not math.isfinite(rate) or rate <= 0:
+            raise ValueError(f"playback_rate must be a finite number above 0, got {rate!r}")
+        if session_id in self._sessions:
+            self._emit(EventKind.RATE, session_id, now_s, rate)
+
+    def input(self, session_id: str, seconds: float, now_s: float) -> None:
+        """``seconds`` more of input audio arrived."""
+        view = self.table.get(session_id)
+        if view is not None and session_id in self._sessions:
+            self._emit(EventKind.INPUT, session_id, now_s, view.input_s + max(0.0, seconds))
+
+    def speech_started(self, session_id: str, now_s: float) -> None:
+        self._end_gap(session_id, now_s)
+        self._emit_known(EventKind.SPEECH_STARTED, session_id, now_s)
+
+    def speech_stopped(self, session_id: str, now_s: float) -> None:
+        self._emit_known(EventKind.SPEECH_STOPPED, session_id, now_s)
+
+    def committed(self, session_id: str, now_s: float) -> None:
+        view = self.table.get(session_id)
+        self._end_gap(session_id, now_s - (view.input_s if view else 0.0))
+        self._settle(session_id, now_s)
+        if session_id in self._sessions:
+            self._sessions[session_id].text_tokens = 0
+            self._emit(EventKind.COMMITTED, session_id, now_s)
+
+    def response_created(self, session_id: str, response_id: str, now_s: float) -> None:
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        self._settle(session_id, now_s)
+        session.current = response_id
+        session.responses[response_id] = _Response(text_tokens=session.text_tokens)
+        session.text_tokens = 0
+        while len(session.responses) > _REMEMBERED_RESPONSES:
+            del session.responses[next(iter(session.responses))]
+        session.settled = False
+        self._emit(EventKind.RESPONSE_CREATED, session_id, now_s, response_id=response_id)
+
+    def text_tokens(self, session_id: str, count: int) -> None:
+        """``count`` more text tokens were made for the session's response."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        response = session.responses.get(session.current)
+        if response is None or session.settled:
+            session.text_tokens += count  # the response is announced with its first output
+        else:
+            response.text_tokens += count
+
+    def audio_routed(self, session_id: str, response_id: str, total_s: float, now_s: float) -> None:
+        """``total_s`` seconds of ``response_id``'s audio have gone to the client in all."""
+        session = self._sessions.get(session_id)
+        response = session.responses.get(response_id) if session else None
+        if response is None or not total_s > response.routed_s:
+            return
+        self.totals.routed_s += total_s - response.routed_s
+        response.routed_s = total_s
+        self._emit(EventKind.AUDIO_ROUTED, session_id, now_s, total_s, response_id=response_id)
+
+    def playback_ack(
+        self,
+        session_id: str,
+        response_id: str | None,
+        played_ms: float,
+        committed_ms: float | None,
+        now_s: float,
+    ) -> None:
+        """The client says it has played ``played_ms`` of a response (its newest if None).
+
+        Raises:
+            AckRefused: negative, not finite, ahead of what was routed, or behind an earlier ack.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        for name, value in (("played_ms", played_ms), ("committed_ms", committed_ms)):
+            if value is not None and (not math.isfinite(value) or value < 0):
+                raise AckRefused(
+                    "playback_ack_invalid",
+                    f"playback.ack {name} must be a finite number of milliseconds, 0 or more; "
+                    f"got {value!r}.",
+                )
+        response = session.responses.get(response_id or session.current)
+        if response is None:
+            return  # not ours to judge: the host answers for unknown responses
+        tolerance_ms = self._config.ack_tolerance_ms
+        sent_ms, acked_ms = response.routed_s * 1e3, response.acked_s * 1e3
+        for name, value in (("played_ms", played_ms), ("committed_ms", committed_ms)):
+            if value is not None and value > sent_ms + tolerance_ms:
+                raise AckRefused(
+                    "playback_ack_ahead",
+                    f"playback.ack {name}={value:.0f} is ahead of the {sent_ms:.0f} ms of audio "
+                    "that were sent; report only audio that was received and played.",
+                )
+        if played_ms < acked_ms - tolerance_ms:
+            raise AckRefused(
+                "playback_ack_backwards",
+                f"playback.ack played_ms={played_ms:.0f} is behind the {acked_ms:.0f} ms that "
+                "were acknowledged before; played_ms never goes back within a response.",
+            )
+        played_s = min(played_ms / 1e3, response.routed_s)
+        response.acked_s = max(response.acked_s, played_s)
+        self._emit(
+            EventKind.PLAYBACK,
+            session_id,
+            now_s,
+            played_s,
+            response_id=response_id or session.current,
+        )
+
+    def response_done(self, session_id: str, response_id: str, status: str, now_s: float) -> None:
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        count = self.totals.responses
+        count[status] = count.get(status, 0) + 1
+        response = session.responses.get(response_id)
+        if response and response.text_tokens and response.routed_s and status == "completed":
+            self._learn_pace(session_id, response.routed_s / response.text_tokens, now_s)
+        session.gap_pending = True
+        self._emit(
+            EventKind.RESPONSE_DONE, session_id, now_s, response_id=response_id, detail=status
+        )
+
+    def barge_in(self, session_id: str, reason: str, now_s: float) -> None:
+        """The user interrupted: what was routed and not heard is waste."""
+        view = self.table.get(session_id)
+        session = self._sessions.get(session_id)
+        if view is None or session is None:
+            return
+        heard_s = view.clock.played_s(now_s)
+        self.totals.barge_ins[reason] = self.totals.barge_ins.get(reason, 0) + 1
+        self._settle(session_id, now_s)
+        session.gap_pending = False
+        self._emit(EventKind.BARGE_IN, session_id, now_s, heard_s, detail=reason)
+
+    def expire_turns(self, now_s: float) -> None:
+        """Close every one-turn session whose answer is complete and has been played."""
+        for session_id, session in tuple(self._sessions.items()):
+            view = self.table.get(session_id)
+            if session.one_turn and (view is None or view.phase_at(now_s) is Phase.IDLE):
+                self.closed(session_id, "finished", now_s)
+
+    def resumed(self, session_id: str, now_s: float) -> None:
+        self._emit_known(EventKind.RESUMED, session_id, now_s)
+
+    def closed(self, session_id: str, reason: str, now_s: float) -> None:
+        if session_id not in self._sessions:
+            return
+        self._settle(session_id, now_s)
+        del self._sessions[session_id]
+        self._emit(EventKind.CLOSED, session_id, now_s, detail=reason)
+
+    # ---- learned figures -------------------------------------------------------------------
+
+    def _settle(self, session_id: str, now_s: float) -> None:
+        """Count the response that ends here as heard up to now and wasted beyond."""
+        session, view = self._sessions.get(session_id), self.table.get(session_id)
+        if session is None or view is None or session.settled:
+            return
+        session.settled = True
+        heard_s = view.clock.played_s(now_s)
+        self.totals.heard_s += heard_s
+        self.totals.wasted_s += view.clock.routed_s - heard_s
+
+    def _end_gap(self, session_id: str, now_s: float) -> None:
+        """The user's next turn began: learn the reply gap, unless they spoke over the answer."""
+        session, view = self._sessions.get(session_id), self.table.get(session_id)
+        if session is None or view is None or not session.gap_pending:
+            return
+        session.gap_pending = False
+        if view.clock.started and view.clock.complete:
+            session.gap.observe(now_s - view.clock.ends_at_s())
+            self._emit(EventKind.REPLY_GAP, session_id, now_s, session.gap.mean_s)
+
+    def _learn_pace(self, session_id: str, text_token_s: float, now_s: float) -> None:
+        view = self.table.get(session_id)
+        if view is None:
+            return
+        self._text_token_s += _PACE_WEIGHT * (text_token_s - self._text_token_s)
+        value_s = view.text_token_s + _PACE_WEIGHT * (text_token_s - view.text_token_s)
+        self._emit(EventKind.TEXT_PACE, session_id, now_s, value_s)
+
+    # ---- emission --------------------------------------------------------------------------
+
+    def _emit_known(self, kind: EventKind, session_id: str, now_s: float) -> None:
+        if session_id in self._sessions:
+            self._emit(kind, session_id, now_s)
+
+    def _emit(
+        self,
+        kind: EventKind,
+        session_id: str,
+        now_s: float,
+        value_s: float = 0.0,
+        *,
+        response_id: str = "",
+        detail: str = "",
+    ) -> None:
+        event = Event(kind, session_id, now_s, value_s, response_id, detail)
+        self.table.apply(event)
+        name = kind.name.lower()
+        self.totals.events[name] = self.totals.events.get(name, 0) + 1
+        self._publish(event)

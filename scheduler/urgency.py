@@ -1,0 +1,49 @@
+"""Urgency classes of a request at one stage (paper, Scheduling).
+
+U0: playing and about to run dry. U1: nothing audible yet. U2: the rest, to be ordered by utility.
+A request whose session is unknown, stale or silent is U2 without a buffer: it keeps host order.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from liveserve.scheduler.playback import stage_buffer_s
+from liveserve.scheduler.views import SessionView
+
+
+class Urgency(IntEnum):
+    U0 = 0
+    U1 = 1
+    U2 = 2
+
+
+class Rank(NamedTuple):
+    """Where one request stands. ``buffer_s`` (P_i^s) is None where it is not defined."""
+
+    urgency: Urgency
+    buffer_s: float | None
+    age_s: float
+
+
+def rank(
+    view: SessionView | None, produced_s: float, p_safe_s: float, arrival_s: float, now_s: float
+) -> Rank:
+    """Class, P_i^s and ready age of a request.
+
+    Args:
+        view: its session, or None if there is no trustworthy one.
+        produced_s: what this stage made for it so far, in seconds of audio.
+        p_safe_s: the smallest buffer that is safe from an underrun at this stage (P_safe^s).
+        arrival_s: when the request reached this stage's engine.
+        now_s: the time of this round.
+    """
+    if view is None or not view.wants_audio:
+        return Rank(Urgency.U2, None, max(0.0, now_s - arrival_s))
+    age_s = max(0.0, now_s - max(view.ready_at_s, arrival_s))
+    if not view.clock.started:
+        return Rank(Urgency.U1, None, age_s)
+    buffer_s = stage_buffer_s(produced_s, view.clock, now_s)
+    urgency = Urgency.U0 if buffer_s <= p_safe_s else Urgency.U2
+    return Rank(urgency, buffer_s, age_s)
