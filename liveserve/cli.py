@@ -10,6 +10,7 @@ from liveserve.version import __version__
 
 # Subcommand → (module with add_arguments and run, help). Imported only when used.
 _COMMANDS = {
+    "demo": ("liveserve.bench.demo", "spoken conversations on a CPU, from nothing to a report"),
     "tiny-model": (
         "liveserve.host.cpu.tiny_model",
         "write a tiny random Qwen3-Omni to run on a CPU",

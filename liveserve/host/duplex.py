@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vllm_omni.engine.duplex.commands import AckPlayback, AppendAudio, DuplexCommandError
+from vllm_omni.engine.duplex.commands import (
+    AckPlayback,
+    AppendAudio,
+    DuplexCommandError,
+    UpdateSession,
+)
 from vllm_omni.engine.duplex.events import (
     AudioDelta,
     InputCommitted,
@@ -60,8 +66,12 @@ class LiveSessionManager(DuplexSessionManager):
                     now_s,
                 )
             except AckRefused as exc:
-                plane.metrics.rejected.labels(exc.code).inc()
-                return error_event(exc.code, str(exc), event_id=command.event_id)
+                return _refusal(plane, exc.code, str(exc), command)
+        elif isinstance(command, UpdateSession):
+            try:
+                playback_rate(command.patch.get("extra_body"))
+            except ValueError as exc:
+                return _refusal(plane, "invalid_playback_rate", str(exc), command)
         elif isinstance(command, AppendAudio):
             plane.tracker.input(session_id, _append_s(command), now_s)
         return None
@@ -98,9 +108,11 @@ class LiveSessionManager(DuplexSessionManager):
             tracker.resumed(session_id, now_s)
         elif isinstance(event, SessionCreated):
             tracker.opened(session_id, "duplex", now_s)
-            self._update_rate(plane, session_id)
+            problem = self._adopt_rate(plane, session_id)
+            if problem is not None:
+                super()._emit_raw(session_id, _refusal(plane, "invalid_playback_rate", problem))
         elif isinstance(event, SessionUpdated):
-            self._update_rate(plane, session_id)
+            self._adopt_rate(plane, session_id)
 
     def _response_done(
         self, plane: InteractionPlane, session_id: str, event: Any, now_s: float
@@ -113,20 +125,41 @@ class LiveSessionManager(DuplexSessionManager):
             plane.tracker.barge_in(session_id, str(reason or "cancelled"), now_s)
         plane.tracker.response_done(session_id, response_id, status, now_s)
 
-    def _update_rate(self, plane: InteractionPlane, session_id: str) -> None:
+    def _adopt_rate(self, plane: InteractionPlane, session_id: str) -> str | None:
+        """Take over the session's playback rate; returns what is wrong with it."""
         session = self.get(session_id)
-        options = session.config.extra_body.get("liveserve") if session is not None else None
-        if not isinstance(options, dict) or "playback_rate" not in options:
-            return
-        rate = options["playback_rate"]
         try:
-            if isinstance(rate, bool) or not isinstance(rate, int | float):
-                raise ValueError(f"playback_rate must be a number, got {rate!r}")
-            plane.tracker.rate(session_id, float(rate), plane.now_s())
+            rate = playback_rate(session.config.extra_body) if session is not None else None
         except ValueError as exc:
-            code = "invalid_playback_rate"
-            plane.metrics.rejected.labels(code).inc()
-            super()._emit_raw(session_id, error_event(code, f"session.extra_body.liveserve: {exc}"))
+            return str(exc)
+        if rate is not None:
+            plane.tracker.rate(session_id, rate, plane.now_s())
+        return None
+
+
+def playback_rate(extra_body: object) -> float | None:
+    """``extra_body.liveserve.playback_rate`` of a session object; None if it is not given.
+
+    Raises:
+        ValueError: it is not a finite number above 0.
+    """
+    options = extra_body.get("liveserve") if isinstance(extra_body, Mapping) else None
+    if options is None:
+        return None
+    rate = options.get("playback_rate", 1.0) if isinstance(options, Mapping) else options
+    number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if not number or not math.isfinite(rate) or rate <= 0:
+        raise ValueError(
+            "session.extra_body.liveserve.playback_rate must be a finite number above 0, "
+            f"got {rate!r}."
+        )
+    return float(rate)
+
+
+def _refusal(plane: InteractionPlane, code: str, message: str, command: Any = None) -> Any:
+    """The error event that answers ``command``, counted."""
+    plane.metrics.rejected.labels(code).inc()
+    return error_event(code, message, event_id=command.event_id if command is not None else None)
 
 
 def _response_of(command: Any) -> str | None:

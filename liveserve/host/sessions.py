@@ -19,6 +19,6 @@ def session_of(request_id: str) -> str:
     encoded = request_id[len(_PREFIX) :].partition(".")[0]
     try:
         padded = encoded + "=" * (-len(encoded) % 4)
-        return base64.urlsafe_b64decode(padded).decode()
+        return base64.urlsafe_b64decode(padded).decode() or request_id
     except (binascii.Error, ValueError):
         return request_id

@@ -1,0 +1,146 @@
+"""Starts and stops a real server for demos, tests and comparisons."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Lines of the server's log that a failed start shows.
+_LOG_TAIL = 25
+
+
+class ServerFailed(RuntimeError):
+    """The server did not come up; the message has the end of its log."""
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """A running server. ``name`` is its model's served name."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    name: str
+    log: Path
+    started_in_s: float
+
+    def pids(self) -> list[int]:
+        """The API server and every process it started."""
+        found, todo = [], [self.process.pid]
+        while todo:
+            pid = todo.pop()
+            found.append(pid)
+            with contextlib.suppress(OSError):
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    todo += map(int, (task / "children").read_text().split())
+        return found
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send ``signum`` to the API server alone."""
+        self.process.send_signal(signum)
+
+
+@contextlib.contextmanager
+def running_server(
+    model: Path,
+    log: Path,
+    *,
+    flags: Sequence[str] = (),
+    env: dict[str, str] | None = None,
+    timeout_s: float = 300.0,
+    on_wait: Callable[[float], None] = lambda _s: None,
+) -> Iterator[Server]:
+    """``liveserve serve`` on a free loopback port until the block ends.
+
+    Args:
+        model: checkpoint folder.
+        log: file for the server's output; its folder is made.
+        flags: further flags of ``liveserve serve``.
+        env: variables on top of this process's environment.
+        timeout_s: how long the start may take.
+        on_wait: called about four times a second with the seconds waited so far.
+
+    Raises:
+        ServerFailed: it exited, or did not answer in time.
+    """
+    port = free_port()
+    name = "tiny"
+    command = [sys.executable, "-m", "liveserve.cli", "serve", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
+    command += ["--stage-init-timeout", "600", "--init-timeout", "600", *flags]
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started_s = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **offline, **(env or {})},
+            start_new_session=True,
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", name, log, 0.0)
+    known: set[int] = set()
+    try:
+        while not _healthy(server.url):
+            waited_s = time.monotonic() - started_s
+            if process.poll() is not None or waited_s > timeout_s:
+                what = (
+                    f"did not answer within {timeout_s:.0f} s"
+                    if process.poll() is None
+                    else f"exited with code {process.returncode}"
+                )
+                raise ServerFailed(f"the server {what}; end of {log}:\n{_tail(log)}")
+            on_wait(waited_s)
+            time.sleep(0.25)
+        server.started_in_s = time.monotonic() - started_s
+        known.update(server.pids())
+        yield server
+    finally:
+        known.update(server.pids())
+        _stop(process, known)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=2) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes], pids: set[int], patience_s: float = 15.0) -> None:
+    """Ask the server to end; after ``patience_s`` end it and what it left behind."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # Only what still belongs to the server's own session: a pid may have been reused.
+            if os.getsid(pid) == process.pid:
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _tail(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
+    return "(no log)"

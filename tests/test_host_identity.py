@@ -1,0 +1,143 @@
+"""Results never change: the same conversations with LiveServe on and off, on the real pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from liveserve.bench.demo import ensure_tiny_model
+from liveserve.bench.launch import running_server
+from liveserve.bench.sessions import SessionsConfig, run_sessions
+from liveserve.host.cpu.record import RECORD_ENV
+
+from duplex import connect
+
+pytestmark = pytest.mark.host
+
+MODEL = Path(__file__).resolve().parents[1] / ".cache" / "tiny-model"
+TURNS = (("weather", 10), ("story", 16), ("why", 6))
+THINKER, TALKER, CODE2WAV = range(3)
+
+
+@dataclass
+class Outcome:
+    """What one server computed. Requests are in the order in which they first ran."""
+
+    audio: list[str] = field(default_factory=list)  # digests, one after another
+    text: list[str] = field(default_factory=list)
+    chat_ids: list[list[int]] = field(default_factory=list)
+    token_ids: dict[int, list[list[int]]] = field(default_factory=dict)  # by stage
+    rows: dict[int, list[list[str]]] = field(default_factory=dict)
+    crowd_text: dict[tuple[int, int], str] = field(default_factory=dict)
+    crowd_ids: list[list[int]] = field(default_factory=list)
+
+
+def read_record(folder: Path, stage: int) -> tuple[list[list[int]], list[list[str]]]:
+    """Sampled ids and input-row digests of each request of a stage."""
+    ids: dict[str, list[int]] = defaultdict(list)
+    rows: dict[str, list[str]] = defaultdict(list)
+    path = folder / f"stage{stage}.jsonl"
+    for line in path.read_text().splitlines():
+        step = json.loads(line)
+        for request, tokens in step.get("sampled", {}).items():
+            ids[request] += tokens
+        for request, digests in step.get("rows", {}).items():
+            rows[request] += digests
+    return list(ids.values()), list(rows.values())
+
+
+async def one_after_another(url: str, outcome: Outcome) -> None:
+    async with connect(url) as session:
+        for name, tokens in TURNS:
+            response_id, mark = await session.answer(tokens=tokens, name=name)
+            await session.wait("response.done", after=mark)
+            deltas = session.of_type("response.output_audio.delta", after=mark)
+            audio = b"".join(base64.b64decode(delta["delta"]) for delta in deltas)
+            outcome.audio.append(hashlib.sha256(audio).hexdigest())
+            texts = session.of_type("response.output_audio_transcript.delta", after=mark)
+            outcome.text.append("".join(delta["delta"] for delta in texts))
+            # heard to its end, so that the whole answer stays in the history
+            played_ms = int(1e3 * session.audio_s(response_id))
+            await session.send("playback.ack", played_ms=played_ms, response_id=response_id)
+            await session.wait("playback.acknowledged")
+
+
+async def chat(url: str, outcome: Outcome) -> None:
+    for prompt in ("Hello", "Tell me a longer story about rivers"):
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": prompt}],
+            "modalities": ["text"],
+            "max_tokens": 24,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        async with aiohttp.ClientSession() as http:
+            async with http.post(url + "/v1/chat/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                answer = await response.json()
+        outcome.chat_ids.append(answer["choices"][0]["token_ids"])
+
+
+async def together(url: str, outcome: Outcome) -> None:
+    config = SessionsConfig(
+        url=url, sessions=4, turns=2, answer_seconds=(4.0, 8.0), reply_gap=0.3, seed=5, warmup=0
+    )
+    report = await run_sessions(config)
+    assert not report.failed, report.metrics
+    outcome.crowd_text = {(r.session, r.turn): r.text for r in report.responses}
+
+
+def compute(folder: Path, switch: str) -> Outcome:
+    outcome, record = Outcome(), folder / "record"
+    env, flags = {RECORD_ENV: str(record)}, ["--liveserve", switch, "--seed-codes", "7"]
+    with running_server(MODEL, folder / "server.log", flags=flags, env=env) as server:
+        asyncio.run(one_after_another(server.url, outcome))
+        asyncio.run(chat(server.url, outcome))
+        for stage in (THINKER, TALKER):
+            outcome.token_ids[stage], outcome.rows[stage] = read_record(record, stage)
+        asyncio.run(together(server.url, outcome))
+        alone = len(outcome.token_ids[THINKER])
+        outcome.crowd_ids = sorted(read_record(record, THINKER)[0][alone:])
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    ensure_tiny_model(MODEL)
+    return {
+        switch: compute(tmp_path_factory.mktemp(f"live-{switch}"), switch)
+        for switch in ("on", "off")
+    }
+
+
+def test_the_record_is_not_empty(outcomes):
+    outcome = outcomes["on"]
+    # three turns and two chats in the thinker; each turn had its length in text tokens
+    lengths = [len(ids) for ids in outcome.token_ids[THINKER]]
+    assert lengths[: len(TURNS)] == [tokens for _, tokens in TURNS]
+    assert len(outcome.rows[TALKER]) >= len(TURNS)
+    assert all(len(rows) > 10 for rows in outcome.rows[TALKER][: len(TURNS)])
+    assert len(set(outcome.audio)) == len(TURNS)
+    assert all(len(ids) == 24 for ids in outcome.chat_ids)
+
+
+@pytest.mark.parametrize("what", ["audio", "text", "chat_ids", "token_ids", "rows"])
+def test_one_after_another_everything_is_identical(outcomes, what):
+    """Text ids, the talker's input rows, codec ids and audio bytes."""
+    assert getattr(outcomes["on"], what) == getattr(outcomes["off"], what)
+
+
+def test_under_concurrency_the_text_is_identical(outcomes):
+    on, off = outcomes["on"], outcomes["off"]
+    assert len(on.crowd_text) == 8
+    assert on.crowd_text == off.crowd_text
+    assert on.crowd_ids == off.crowd_ids
