@@ -63,16 +63,18 @@ def running_server(
     *,
     flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
+    serve: Sequence[str] = (sys.executable, "-m", "liveserve.cli", "serve"),
     timeout_s: float = 300.0,
     on_wait: Callable[[float], None] = lambda _s: None,
 ) -> Iterator[Server]:
-    """``liveserve serve`` on a free loopback port until the block ends.
+    """A server on a free loopback port until the block ends.
 
     Args:
         model: checkpoint folder.
         log: file for the server's output; its folder is made.
-        flags: further flags of ``liveserve serve``.
+        flags: further flags of the command.
         env: variables on top of this process's environment.
+        serve: the command, up to the model.
         timeout_s: how long the start may take.
         on_wait: called about four times a second with the seconds waited so far.
 
@@ -81,7 +83,7 @@ def running_server(
     """
     port = free_port()
     name = "tiny"
-    command = [sys.executable, "-m", "liveserve.cli", "serve", str(model)]
+    command = [*serve, str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
     command += ["--stage-init-timeout", "600", "--init-timeout", "600", *flags]
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

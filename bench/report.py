@@ -147,8 +147,9 @@ def _timelines(
         axes.set_ylabel(f"session {session}\naudio (s)", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
-        axes.margins(y=0.12)
-        axes.set_ylim(bottom=0)
+    # Once for all: a limit set while rows share their axis would freeze it at the first row's.
+    longest_s = max((r.routed_s for r in responses if r.session in sessions), default=0.0)
+    rows[0].set_ylim(0, 1.08 * longest_s or 1.0)
     rows[-1].set_xlabel("time (listener s)")
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

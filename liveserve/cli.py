@@ -17,6 +17,7 @@ _COMMANDS = {
     ),
 }
 _BENCHES = {
+    "overhead": ("liveserve.bench.overhead", "step times with LiveServe watching against stock"),
     "sessions": ("liveserve.bench.sessions", "voice sessions against a running server"),
 }
 

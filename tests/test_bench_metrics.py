@@ -153,3 +153,15 @@ def test_table_and_plots_of_any_run(tmp_path: Path, responses: list[ResponseReco
     assert ("0.95 s" in text) == (len(responses) == 3)
     for path in save_plots(tmp_path / "plots", responses, subtitle="K=4"):
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_timeline_shows_the_longest_answer_of_any_session() -> None:
+    from matplotlib.figure import Figure
+
+    from liveserve.bench.report import _timelines
+
+    short = response(0, routed_s=4.0, arrivals=[(1.0, 4.0)], playback=[(1.0, 0.0), (5.0, 4.0)])
+    long = response(0, routed_s=30.0, arrivals=[(1.0, 30.0)], playback=[(1.0, 0.0), (31.0, 30.0)])
+    long.session = 1
+    figure = _timelines(Figure, [short, long], "K=1", 0.1)
+    assert all(axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 30 for axes in figure.axes)

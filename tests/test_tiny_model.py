@@ -95,7 +95,7 @@ def test_thinker_can_only_say_printable_text(checkpoint, model):
     assert text == {chr(code) for code in range(ord(" "), ord("~") + 1)}
 
 
-@pytest.mark.parametrize("text_tokens", [1, 5, 40])
+@pytest.mark.parametrize("text_tokens", [2, 5, 40])
 def test_talker_ends_after_four_frames_per_text_token(model, text_tokens):
     frames = 4 * text_tokens
     logits = talker_logits(model, text_tokens, frames + 20)
@@ -111,7 +111,8 @@ def talker_logits(model, text_tokens: int, frames: int) -> "torch.Tensor":
     """Talker logits [1 + frames, 3072] for an answer with ``text_tokens`` text tokens.
 
     The inputs are what the host's qwen3_omni.py builds: a user part with audio, the assistant
-    part that ends with the first text token, then one frame per position.
+    part that ends with the first text token, then one frame per position. The last text token
+    is never embedded.
     """
     generator = torch.Generator().manual_seed(5)
     talker, embed = model.talker, model.thinker.model.embed_tokens.weight
@@ -125,7 +126,7 @@ def talker_logits(model, text_tokens: int, frames: int) -> "torch.Tensor":
     spoken = codec[codes[:, 0]]
     for group, table in enumerate(talker.code_predictor.model.codec_embedding):
         spoken = spoken + table.weight[codes[:, group + 1]]
-    heard = torch.cat([text[1:], end, pad.expand(frames, -1)])[:frames]
+    heard = torch.cat([text[1:-1], end, pad.expand(frames, -1)])[:frames]
     inputs = torch.cat([audio, assistant, spoken + heard])[None]
     hidden = talker.model(inputs_embeds=inputs).last_hidden_state
     return talker.codec_head(hidden)[0, audio.shape[0] + assistant.shape[0] - 1 :]

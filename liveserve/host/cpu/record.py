@@ -3,7 +3,7 @@
 With ``LIVESERVE_CPU_RECORD=DIR`` in the environment, every stage appends one JSON line per model
 step to ``DIR/stage<N>.jsonl``:
 
-* ``start_s``, ``end_s``: monotonic times of `execute_model`;
+* ``start_s``, ``end_s``, ``requests``: monotonic times of `execute_model`, and its batch size;
 * ``rows``: per request, one digest per row of input embeddings (empty where a stage takes ids);
 * ``sampled``: per request, the token ids sampled in this step.
 
@@ -60,7 +60,12 @@ class RecordingRunner:
         start_s = time.monotonic()
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens:
-            self._write(start_s=start_s, end_s=time.monotonic(), rows=self._rows)
+            self._write(
+                start_s=start_s,
+                end_s=time.monotonic(),
+                requests=len(scheduler_output.num_scheduled_tokens),
+                rows=self._rows,
+            )
         return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

@@ -471,9 +471,14 @@ def _shape_talker(talker: Any, frames_per_token: float) -> None:
             parameter[reserved] = 0
     embedding = talker.model.codec_embedding.weight
     embedding[:2048, FRAME] = 1
-    # One embedding stands where frames have the sum of 16: make it as long, or it counts more.
+    # The position of the first text token has one code where frames have 16: give it the length
+    # of theirs, since the norm divides by it. It counts twice, because the host never
+    # embeds the last token of a text.
     first = talker.config.codec_bos_id
-    embedding[first] *= 4
+    tables = [embedding, *(t.weight for t in talker.code_predictor.model.codec_embedding)]
+    frame = sum(float(table[:2048].square().sum(1).mean()) for table in tables) + 1
+    embedding[first] *= max(frame - 9, 0) ** 0.5 / float(embedding[first].norm())
+    embedding[first, TEXT] = 2
     embedding[first, FRAME] = 1
 
     # silu(x) - silu(-x) = x: two hidden units carry TEXT through the projection's MLP.
