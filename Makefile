@@ -29,7 +29,7 @@ env: $(VENV)/.installed
 
 $(VENV)/.installed: requirements/cpu.lock pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install $(PIP_FLAGS) -r requirements/cpu.lock
+	$(BIN)/pip install $(PIP_FLAGS) --no-deps -r requirements/cpu.lock
 	$(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	touch $@
 

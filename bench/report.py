@@ -13,6 +13,7 @@ from liveserve.bench.records import COMPLETED, INTERRUPTED, ResponseRecord
 
 MAX_TIMELINES = 8
 _BLUE, _ORANGE, _RED, _GREY = "#2563a8", "#e07b1a", "#c62828", "#6b7280"
+_SERIES = (_GREY, _BLUE, _ORANGE, "#15803d", "#7c3aed", "#be185d", "#0e7490", "#a16207")
 
 
 def results_table(metrics: Mapping[str, Any], title: str) -> Group:
@@ -199,3 +200,40 @@ def _fill_between(
     grid = np.linspace(times[0], played_t[-1], 400)
     upper = np.asarray(arrived)[np.searchsorted(times, grid, side="right") - 1]
     axes.fill_between(grid, np.interp(grid, played_t, played), upper, color=_BLUE, alpha=0.15, lw=0)
+
+
+def save_comparison(
+    folder: Path, runs: Mapping[tuple[str, str, int], Sequence[ResponseRecord]]
+) -> list[Path]:
+    """Plots of several runs, keyed by (server, case, round), into ``folder``.
+
+    The CDF of TTFP with all servers of a case together, and one timeline for each run.
+    """
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    colours = dict(zip(dict.fromkeys(arm for arm, _, _ in runs), _SERIES * 3, strict=False))
+    for case in dict.fromkeys(case for _, case, _ in runs):
+        figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+        axes = figure.subplots()
+        for arm, colour in colours.items():
+            records = [r for (a, c, _), rs in runs.items() if (a, c) == (arm, case) for r in rs]
+            seen = sorted(r.ttfp_s for r in records if r.ttfp_s is not None)
+            if seen:
+                shares = [(i + 1) / len(seen) for i in range(len(seen))]
+                label = f"{arm} (n={len(seen)})"
+                axes.step([seen[0], *seen], [0.0, *shares], where="post", color=colour, label=label)
+        axes.set(xlabel="audio TTFP (listener s)", ylabel="share of answers", ylim=(0, 1.02))
+        axes.set_xlim(left=0)
+        axes.legend(loc="lower right", fontsize=9, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"Time to first packet, {case}", fontsize=10, loc="left")
+        written.append(folder / f"ttfp-{case.replace(' ', '-')}.png")
+        figure.savefig(written[-1], dpi=110)
+    for (arm, case, pair), answers in runs.items():
+        if pair == 0:
+            name = f"timeline-{case}-{arm}".replace(" ", "-")
+            written.append(folder / f"{name}.png")
+            _timelines(Figure, answers, f"{arm}, {case}", 0.1).savefig(written[-1], dpi=110)
+    return written

@@ -17,7 +17,9 @@ _COMMANDS = {
     ),
 }
 _BENCHES = {
+    "compare": ("liveserve.bench.compare", "the stock host against LiveServe, side by side"),
     "overhead": ("liveserve.bench.overhead", "step times with LiveServe watching against stock"),
+    "planning": ("liveserve.bench.planning", "the cost of one planning round"),
     "sessions": ("liveserve.bench.sessions", "voice sessions against a running server"),
 }
 

@@ -13,8 +13,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from liveserve.scheduler.policy_config import PolicyConfig
+
 ENV_SWITCH = "LIVESERVE"
 ENV_CONFIG = "LIVESERVE_CONFIG"
+
+# Stages that hold requests by default. A thinker is not one: a talker takes a text token per codec
+# frame, so text that is seconds ahead of the speech may be the token it waits for.
+PACED_STAGES = frozenset({"talker"})
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -28,11 +34,37 @@ class ConfigError(ValueError):
 class StageConfig(msgspec.Struct, forbid_unknown_fields=True):
     """Settings of one stage, keyed by its name in the pipeline (thinker, talker, code2wav).
 
+    What is not given has the default of `liveserve.scheduler.policy_config.PolicyConfig`, where
+    each is documented; buffers and ages are wall seconds.
+
     Attributes:
-        p_safe_s: smallest playback buffer that is safe from an underrun (P_safe^s).
+        pace: hold requests at this stage; not given: as the stage's kind allows.
     """
 
-    p_safe_s: NonNegative = 0.5
+    p_safe_s: NonNegative | None = None
+    p_hold_s: NonNegative | None = None
+    p_release_s: NonNegative | None = None
+    alpha: NonNegative | None = None
+    beta: NonNegative | None = None
+    kv_high_watermark: NonNegative | None = None
+    age_limit_s: Positive | None = None
+    pace: bool | None = None
+
+
+class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Mechanisms that can be flipped at run time, each for itself.
+
+    Attributes:
+        order: sort requests by urgency. Off: the host's order.
+        pace: hold requests that are far ahead of the listener.
+        utility: order U2 by utility and let KV pressure end a hold. Off: U2 by ready age.
+        chunking: codec chunks follow the listener's buffer instead of the host's fixed sizes.
+    """
+
+    order: bool = True
+    pace: bool = True
+    utility: bool = True
+    chunking: bool = True
 
 
 class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +84,9 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
         max_events_per_s: sustained client events per connection; more are refused.
         max_event_burst: client events that one connection may send at once.
         exchange_timeout_s: an engine that takes longer to answer counts as not answering.
+        switches: which mechanisms are on at the start.
+        chunk_min_frames: smallest codec chunk behind the first.
+        chunk_margin_s: spare time for routing and jitter when a chunk's size is chosen.
         stages: settings per stage name.
     """
 
@@ -66,10 +101,34 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
     max_events_per_s: Positive = 500.0
     max_event_burst: Count = 2000
     exchange_timeout_s: Positive = 10.0
+    switches: Switches = Switches()
+    chunk_min_frames: Count = 6
+    chunk_margin_s: NonNegative = 0.1
     stages: dict[str, StageConfig] = {}
 
-    def stage(self, name: str) -> StageConfig:
-        return self.stages.get(name) or StageConfig()
+    def policy(self, stage: str, switches: Switches) -> PolicyConfig:
+        """The planning policy of ``stage`` with ``switches``.
+
+        Raises:
+            ConfigError: the stage's settings contradict one another; names the field.
+        """
+        given = self.stages.get(stage) or StageConfig()
+        changes = {k: v for k, v in msgspec.structs.asdict(given).items() if v is not None}
+        pace = changes.pop("pace", stage in PACED_STAGES)
+        base = PolicyConfig()
+        # A larger safe buffer moves the bounds that build on it, unless they are given too.
+        safe_s = changes.get("p_safe_s", base.p_safe_s)
+        release_s = changes.setdefault("p_release_s", max(base.p_release_s, 2 * safe_s))
+        changes.setdefault("p_hold_s", max(base.p_hold_s, 2 * release_s))
+        try:
+            return PolicyConfig(
+                **changes,
+                order=switches.order,
+                pace=switches.pace and pace,
+                utility=switches.utility,
+            )
+        except ValueError as exc:
+            raise ConfigError(f"LiveServe configuration, stages.{stage}: {exc}") from None
 
 
 def parse_config(source: str) -> LiveServeConfig:
@@ -93,7 +152,7 @@ def parse_config(source: str) -> LiveServeConfig:
 def decode_config(text: str, *, where: str) -> LiveServeConfig:
     """Decode JSON ``text``. Raises ConfigError naming the field (see `parse_config`)."""
     try:
-        return msgspec.json.decode(text, type=LiveServeConfig)
+        config = msgspec.json.decode(text, type=LiveServeConfig)
     except msgspec.ValidationError as exc:
         raise ConfigError(
             f"LiveServe configuration ({where}): {exc}; the keys and their ranges are documented "
@@ -101,6 +160,9 @@ def decode_config(text: str, *, where: str) -> LiveServeConfig:
         ) from None
     except msgspec.DecodeError as exc:
         raise ConfigError(f"LiveServe configuration ({where}) is not JSON: {exc}") from None
+    for stage in config.stages:
+        config.policy(stage, config.switches)
+    return config
 
 
 def export(config: LiveServeConfig, environ: dict[str, str]) -> None:

@@ -8,10 +8,12 @@ host types. Times are seconds on the sender's monotonic clock.
 from __future__ import annotations
 
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from liveserve.config import Switches
 from liveserve.scheduler.views import SessionView
 
 
@@ -55,6 +57,7 @@ class Batch(msgspec.Struct, array_like=True):
         views: the complete set of sessions; given when the engine asked to resync, and then it
             replaces everything the engine knows, as of ``first_seq``.
         detail: ask for one row per request and session in the reply.
+        switches: which mechanisms are on now; None: as before.
     """
 
     boot_id: str
@@ -63,6 +66,7 @@ class Batch(msgspec.Struct, array_like=True):
     events: list[Event]
     views: list[SessionView] | None = None
     detail: bool = False
+    switches: Switches | None = None
 
 
 class RequestRow(msgspec.Struct):
@@ -71,6 +75,7 @@ class RequestRow(msgspec.Struct):
     request_id: str
     session_id: str
     state: str  # "running" or "waiting"
+    held: bool
     urgency: str
     buffer_s: float | None
     age_s: float
@@ -104,6 +109,8 @@ class PressureSnapshot(msgspec.Struct):
     stale: bool = False
     waiting_by_class: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
     running_by_class: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
+    held: int = 0
+    holds_total: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     kv_block_bytes: int = 0
@@ -143,3 +150,11 @@ def encode(message: Batch | Reply) -> bytes:
 def to_builtins(value: Any) -> Any:
     """JSON-ready plain objects of a message or a part of one."""
     return msgspec.to_builtins(value, enc_hook=str)
+
+
+def boot_id() -> str:
+    """Names the machine whose monotonic clock this process reads ("" if that is not known)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -13,10 +13,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from liveserve.config import LiveServeConfig
-from liveserve.events import COALESCED, Batch, Event, PressureSnapshot, Reply, decode_reply, encode
+from liveserve.config import LiveServeConfig, Switches
+from liveserve.events import (
+    COALESCED,
+    Batch,
+    Event,
+    PressureSnapshot,
+    Reply,
+    boot_id,
+    decode_reply,
+    encode,
+)
 from liveserve.session import SessionTable
 
 logger = logging.getLogger("vllm.liveserve")
@@ -24,14 +32,6 @@ logger = logging.getLogger("vllm.liveserve")
 # (stage id, replica id) of an engine.
 EngineKey = tuple[int, int]
 Send = Callable[[bytes], Awaitable[bytes]]
-
-
-def boot_id() -> str:
-    """Names the machine whose monotonic clock this process reads ("" if that is not known)."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 @dataclass
@@ -127,6 +127,7 @@ class Monitor:
         self._on_reply = on_reply
         self._clock = clock
         self._boot = boot_id()
+        self.switches = config.switches
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -134,6 +135,13 @@ class Monitor:
         """Queue ``event`` for every engine."""
         for link in self.links.values():
             link.push(event)
+        self._wake.set()
+
+    def flip(self, switches: Switches) -> None:
+        """Tell every engine which mechanisms are on from now."""
+        self.switches = switches
+        for link in self.links.values():
+            link.tried_at_s = float("-inf")
         self._wake.set()
 
     def snapshots(self) -> dict[EngineKey, PressureSnapshot]:
@@ -187,7 +195,9 @@ class Monitor:
         link.busy = True
         started_s = link.tried_at_s = self._clock()
         try:
-            payload = encode(link.batch(self._table, self._boot, started_s, detail))
+            batch = link.batch(self._table, self._boot, started_s, detail)
+            batch.switches = self.switches
+            payload = encode(batch)
             raw = await asyncio.wait_for(link.send(payload), self._config.exchange_timeout_s)
             reply = decode_reply(raw)
         except Exception as exc:

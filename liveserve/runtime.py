@@ -1,8 +1,9 @@
-"""LiveServe inside one stage engine: ring, views, and each request's class every round.
+"""LiveServe inside one stage engine: ring, views, each request's class every round, and the plan.
 
-The host's scheduler calls `round` before it schedules and `stepped` after a model step; the
-UTILITY handler calls `exchange`. All three run on the engine's one thread. Nothing here changes
-the host's order, and an exception here is counted and logged once, never raised into the host.
+The host's scheduler calls `round` and `plan` before it schedules, `scheduled` with what it
+scheduled, and `stepped` after a model step; the UTILITY handler calls `exchange`. All run on the
+engine's one thread. An exception here is counted and logged once, never raised into the host:
+without a plan requests keep the host's order.
 """
 
 from __future__ import annotations
@@ -13,26 +14,34 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from liveserve.config import LiveServeConfig
+from liveserve.config import LiveServeConfig, Switches
 from liveserve.events import (
     Batch,
+    EventKind,
     PressureSnapshot,
     Reply,
     RequestRow,
     SessionRow,
+    boot_id,
     decode_batch,
     encode,
 )
-from liveserve.monitor import boot_id
 from liveserve.ring import EventRing
+from liveserve.scheduler.plan import Budgets, Candidate, Plan, plan
 from liveserve.scheduler.urgency import Rank, rank
-from liveserve.scheduler.views import SessionView
+from liveserve.scheduler.views import Phase, SessionView
 from liveserve.session import SessionTable
 
 logger = logging.getLogger("vllm.liveserve")
 
 # Weight of the newest step in the averages of step time and token rate.
 _STEP_WEIGHT = 0.1
+# Longest sleep of an engine in which everything is held.
+_DOZE_S = 0.005
+# Weight of the newest response in the share of responses that users interrupt.
+_BARGE_IN_WEIGHT = 0.05
+# The host budgets tokens and blocks itself; the plan gives it the order and the holds.
+_NO_BUDGETS = Budgets(1 << 60, None, None)
 # Rows of requests and of sessions in a detailed reply.
 MAX_ROWS = 512
 
@@ -77,7 +86,17 @@ class StageInfo:
     kv_block_bytes: int = 0
 
 
+_current: StageRuntime | None = None
+
+
+def current_runtime() -> StageRuntime | None:
+    """The runtime of this engine process, if its scheduler is ours."""
+    return _current
+
+
 class StageRuntime:
+    """See the module. Making one makes it this process's `current_runtime`."""
+
     def __init__(
         self,
         info: StageInfo,
@@ -86,19 +105,30 @@ class StageRuntime:
         session_of: Callable[[str], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        global _current
+        _current = self
         self.info = info
+        self.config = config
         self.ring = EventRing(config.ring_capacity)
         self.table = SessionTable(config.max_sessions, use_acks=config.playback == "auto")
         self.ranks: dict[str, Rank] = {}
         self.errors = 0
-        self._config = config
-        self._p_safe_s = config.stage(info.name).p_safe_s
+        self.switches = config.switches
+        self.policy = config.policy(info.name, config.switches)
+        self.held: frozenset[str] = frozenset()
+        self.barge_in_rate = 0.0
+        # Per request: seconds of audio that have left the stage, where that is less than what was
+        # made (codec frames that wait to travel together). Set by the chunking seam.
+        self.sent_s: dict[str, float] = {}
         self._queues = queues
         self._session_of = session_of
         self._clock = clock
         self._boot = boot_id()
         self._offset_s: float | None = None
         self._arrivals: dict[str, tuple[str, float]] = {}
+        self._since: dict[str, float] = {}
+        self._holds = 0
+        self._deadline_s: float | None = None
         self._by_class = ([0, 0, 0], [0, 0, 0])
         self._step_ms = 0.0
         self._steps = 0
@@ -119,6 +149,50 @@ class StageRuntime:
             self._failed("round")
             self.ranks = {}
         self._round_us += _STEP_WEIGHT * (1e6 * (time.perf_counter() - started) - self._round_us)
+
+    def plan(self) -> Plan | None:
+        """Order and holds of this round, or None where the host's own order stands."""
+        policy = self.policy
+        if self.ring.stale or not (policy.order or policy.pace) or not self.ranks:
+            self.held = frozenset()
+            return None
+        try:
+            made = self._plan(self._clock())
+        except Exception:
+            self._failed("plan")
+            self.held = frozenset()
+            return None
+        self._holds += len(made.held - self.held)
+        self.held, self._deadline_s = made.held, made.next_deadline_s
+        return made
+
+    def doze_s(self) -> float:
+        """How long an engine with nothing but held requests may sleep: until the first may run
+        again, but briefly, since a chunk or an abort may arrive meanwhile.
+        """
+        deadline_s = self._deadline_s
+        left_s = deadline_s - self._clock() if deadline_s is not None else 0.0
+        return min(_DOZE_S, max(0.0, left_s))
+
+    def patient(self, request_ids: Iterable[str]) -> set[str]:
+        """Those that can wait for another step: a trustworthy buffer of P_release or more, and
+        they have not waited for the age limit already.
+        """
+        now_s, policy = self._clock(), self.policy
+        found = set()
+        for request_id in request_ids:
+            buffer_s = self.ranks[request_id].buffer_s
+            if buffer_s is None or buffer_s < policy.p_release_s:
+                continue
+            if now_s - self._since.get(request_id, now_s) < policy.age_limit_s:
+                found.add(request_id)
+        return found
+
+    def scheduled(self, request_ids: Iterable[str]) -> None:
+        """The host scheduled these requests in this round."""
+        now_s = self._clock()
+        for request_id in request_ids:
+            self._since[request_id] = now_s
 
     def stepped(self, began_s: float, tokens: int) -> None:
         """A model step that was scheduled at ``began_s`` is complete and made ``tokens``."""
@@ -169,6 +243,8 @@ class StageRuntime:
             stale=self.ring.stale,
             waiting_by_class=list(waiting),
             running_by_class=list(running),
+            held=len(self.held),
+            holds_total=self._holds,
             kv_blocks_used=used,
             kv_blocks_total=total,
             kv_block_bytes=self.info.kv_block_bytes,
@@ -189,7 +265,16 @@ class StageRuntime:
         """The session's view, or None when views cannot be trusted (policies fail closed)."""
         return None if self.ring.stale else self.table.get(session_id)
 
+    def flip(self, switches: Switches) -> None:
+        """Which mechanisms are on from the next round."""
+        if switches != self.switches:
+            self.switches = switches
+            self.policy = self.config.policy(self.info.name, switches)
+            logger.info("LiveServe: stage %s switches to %s", self.info.name, switches)
+
     def _receive(self, batch: Batch) -> None:
+        if batch.switches is not None:
+            self.flip(batch.switches)
         offset_s = 0.0
         if not self._boot or batch.boot_id != self._boot:
             # Another machine's clock: the smallest difference seen is the one with least delay.
@@ -219,6 +304,11 @@ class StageRuntime:
     def _round(self, now_s: float) -> None:
         for event in self.ring.drain():
             self.table.apply(event)
+            interrupted = event.kind is EventKind.BARGE_IN
+            if interrupted or (
+                event.kind is EventKind.RESPONSE_DONE and event.detail == "completed"
+            ):
+                self.barge_in_rate += _BARGE_IN_WEIGHT * (interrupted - self.barge_in_rate)
         arrivals: dict[str, tuple[str, float]] = {}
         ranks: dict[str, Rank] = {}
         counts = ([0, 0, 0], [0, 0, 0])
@@ -231,15 +321,62 @@ class StageRuntime:
                 arrivals[request_id] = known
                 view = self.view_of(known[0])
                 produced_s = self._produced_s(request, view) if view else 0.0
-                ranked = rank(view, produced_s, self._p_safe_s, known[1], now_s)
+                ranked = rank(view, produced_s, self.policy.p_safe_s, known[1], now_s)
                 ranks[request_id] = ranked
                 counts[state][ranked.urgency] += 1
         self._arrivals, self.ranks, self._by_class = arrivals, ranks, counts
+        for request_id in self.sent_s.keys() - ranks.keys():
+            del self.sent_s[request_id]
+
+    def _plan(self, now_s: float) -> Plan:
+        since = {request_id: self._since.get(request_id, now_s) for request_id in self.ranks}
+        self._since = since
+        used, total = self._queues.kv_blocks()
+        blocks_of = None
+        if total and used > self.policy.kv_high_watermark * total:
+            blocks_of = self._queues.kv_blocks_of
+        candidates = [
+            Candidate(
+                request.request_id,
+                self.ranks[request.request_id],
+                1,
+                blocks_of(request) if blocks_of else None,
+                0,
+                waiting,
+                False,
+                since[request.request_id],
+            )
+            for waiting, requests in (
+                (False, self._queues.running()),
+                (True, self._queues.waiting()),
+            )
+            for request in requests
+            if request.request_id in self.ranks
+        ]
+        return plan(
+            candidates,
+            _NO_BUDGETS if blocks_of is None else Budgets(1 << 60, total - used, total),
+            self.held,
+            now_s,
+            self.policy,
+            barge_in_rate=self.barge_in_rate,
+            contended=self._somebody_waits(),
+        )
+
+    def _somebody_waits(self) -> bool:
+        """Whether a session waits for its first audio, or its user speaks and soon will."""
+        return any(
+            view.phase is Phase.THINKING or (view.speech_active and view.wants_audio)
+            for view in self.table
+        )
 
     def _produced_s(self, request: RequestLike, view: SessionView) -> float:
         """What this stage made for ``request``, in seconds of audio."""
         if self.info.routes_audio:
             return view.clock.routed_s
+        sent_s = self.sent_s.get(request.request_id)
+        if sent_s is not None:
+            return sent_s
         token_s = self.info.token_s if self.info.token_s is not None else view.text_token_s
         return request.num_output_tokens * token_s
 
@@ -258,6 +395,7 @@ class StageRuntime:
                         request_id=request.request_id,
                         session_id=session_id,
                         state=state,
+                        held=request.request_id in self.held,
                         urgency=ranked.urgency.name,
                         buffer_s=ranked.buffer_s,
                         age_s=ranked.age_s,

@@ -19,6 +19,10 @@ class Urgency(IntEnum):
     U2 = 2
 
 
+_U0, _U1, _U2 = Urgency
+_new = tuple.__new__
+
+
 class Rank(NamedTuple):
     """Where one request stands. ``buffer_s`` (P_i^s) is None where it is not defined."""
 
@@ -41,9 +45,12 @@ def rank(
     """
     if view is None or not view.wants_audio:
         return Rank(Urgency.U2, None, max(0.0, now_s - arrival_s))
-    age_s = max(0.0, now_s - max(view.ready_at_s, arrival_s))
-    if not view.clock.started:
-        return Rank(Urgency.U1, None, age_s)
+    ready_s = view.ready_at_s
+    age_s = now_s - (ready_s if ready_s > arrival_s else arrival_s)
+    if age_s < 0.0:
+        age_s = 0.0
+    # `Rank(...)` itself would take as long as the rest of this function.
+    if not view.clock.routed_s > 0.0:
+        return _new(Rank, (_U1, None, age_s))
     buffer_s = stage_buffer_s(produced_s, view.clock, now_s)
-    urgency = Urgency.U0 if buffer_s <= p_safe_s else Urgency.U2
-    return Rank(urgency, buffer_s, age_s)
+    return _new(Rank, (_U0 if buffer_s <= p_safe_s else _U2, buffer_s, age_s))

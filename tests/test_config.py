@@ -38,7 +38,9 @@ def test_unset_is_off_and_on_is_the_defaults():
         ('{"playback": "psychic"}', "playback"),
         ('{"colour": "red"}', "colour"),
         ('{"stages": {"talker": {"p_safe_s": -1}}}', r"stages.*p_safe_s"),
-        ('{"stages": {"talker": {"beta": 1}}}', "beta"),
+        ('{"stages": {"talker": {"gamma": 1}}}', "gamma"),
+        ('{"stages": {"talker": {"p_hold_s": 1, "p_release_s": 2}}}', r"stages\.talker: p_hold_s"),
+        ('{"switches": {"order": 1}}', r"switches.*order"),
         ("{not json", "not JSON"),
         ("/no/such/file.json", r"/no/such/file\.json"),
     ],
@@ -80,8 +82,11 @@ def test_flags_win_over_the_configuration_and_the_rest_passes_through():
     )
     config = serve.build_config(args)
     assert config.max_sessions == 6
-    assert config.stage("talker").p_safe_s == 0.1
-    assert config.stage("thinker").p_safe_s == 1.5
+    assert config.policy("talker", config.switches).p_safe_s == 0.1
+    thinker = config.policy("thinker", config.switches)
+    assert (thinker.p_safe_s, thinker.p_release_s, thinker.p_hold_s) == (1.5, 3.0, 6.0)
+    assert config.policy("talker", config.switches).pace
+    assert not thinker.pace
     assert rest == ["MODEL", "--port", "8123", "--max-num-seqs=4"]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -531,3 +533,20 @@ def test_pipeline_speaks_and_a_seed_makes_it_reproducible(tmp_path):
     assert answers[0] == answers[2]
     assert answers[1] == answers[3]
     assert answers[0][0]["sha"] != answers[1][0]["sha"]
+
+
+def test_a_package_whose_library_does_not_load_looks_absent(tmp_path, monkeypatch):
+    package = tmp_path / "brokencodec"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('native library')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    adapt._hide("brokencodec", "core.so")  # there is no such library: nothing to judge by
+    with pytest.raises(OSError, match="native library"):
+        importlib.import_module("brokencodec")
+    (package / "core.so").write_bytes(b"not a library")
+    monkeypatch.setitem(sys.modules, "brokencodec", None)
+    del sys.modules["brokencodec"]
+    adapt._hide("brokencodec", "core.so")
+    with pytest.raises(ImportError):
+        importlib.import_module("brokencodec")
+    assert importlib.util.find_spec("brokencodec") is None

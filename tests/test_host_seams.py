@@ -143,7 +143,7 @@ def test_one_name_serves_sync_and_async_engines(classes, is_async):
         assert isinstance(made, classes.AsyncScheduler) is is_async
 
 
-def test_the_pipeline_copy_differs_in_the_schedulers_alone():
+def test_the_pipeline_copy_differs_in_schedulers_and_chunk_function_alone():
     import dataclasses
 
     from vllm_omni.model_executor.models.qwen3_omni.pipeline import QWEN3_OMNI_PIPELINE
@@ -156,6 +156,12 @@ def test_the_pipeline_copy_differs_in_the_schedulers_alone():
         "liveserve.host.ar.LiveARScheduler",
         "liveserve.host.generation.LiveGenerationScheduler",
     ]
-    stages = tuple(dataclasses.replace(stage, scheduler_cls=None) for stage in ours.stages)
+    chunks = [stage.async_chunk_process_next_stage_input_func for stage in ours.stages]
+    assert chunks[1] == "liveserve.host.chunking.talker2code2wav_async_chunk"
+    name = "async_chunk_process_next_stage_input_func"
+    stages = tuple(
+        dataclasses.replace(stage, scheduler_cls=None, **{name: getattr(host, name)})
+        for stage, host in zip(ours.stages, QWEN3_OMNI_PIPELINE.stages, strict=True)
+    )
     assert dataclasses.replace(ours, stages=stages) == QWEN3_OMNI_PIPELINE
     assert observed(ours) == ours  # a stage that names a scheduler keeps it

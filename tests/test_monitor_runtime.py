@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from liveserve.config import LiveServeConfig, StageConfig
-from liveserve.events import Batch, Event, EventKind, decode_reply, encode
-from liveserve.monitor import Monitor, StageLink, boot_id
+from liveserve.events import Batch, Event, EventKind, boot_id, decode_reply, encode
+from liveserve.monitor import Monitor, StageLink
 from liveserve.runtime import StageInfo, StageRuntime
 from liveserve.scheduler.urgency import Urgency
 from liveserve.session import SessionTracker

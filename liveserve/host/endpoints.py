@@ -12,9 +12,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, HTTPException, Query
 
 from liveserve.config import from_env
-from liveserve.events import Batch, decode_reply, encode
+from liveserve.events import Batch, boot_id, decode_reply, encode
 from liveserve.host.engine import METHOD
-from liveserve.monitor import boot_id
 from liveserve.plane import InteractionPlane, current_plane, engine_report
 
 TimeoutS = Annotated[float, Query(gt=0, le=30)]

@@ -21,17 +21,28 @@ _SCHEDULERS = {
 }
 
 
+# The host's chunk function and ours, see liveserve/host/chunking.py.
+_HOST_CHUNKS = (
+    "vllm_omni.model_executor.stage_input_processors.qwen3_omni.talker2code2wav_async_chunk"
+)
+_OUR_CHUNKS = "liveserve.host.chunking.talker2code2wav_async_chunk"
+
+
 def observed(pipeline: Any) -> Any:
     """A copy of ``pipeline`` (a PipelineConfig) with our schedulers in the stages that use the
-    host's default ones; a stage that names its own scheduler keeps it.
+    host's default ones, and our chunk function where the host's is; a stage that names others
+    keeps them.
     """
-    stages = tuple(
-        dataclasses.replace(stage, scheduler_cls=_SCHEDULERS[stage.execution_type.name])
-        if stage.scheduler_cls is None and stage.execution_type.name in _SCHEDULERS
-        else stage
-        for stage in pipeline.stages
-    )
-    return dataclasses.replace(pipeline, stages=stages)
+    return dataclasses.replace(pipeline, stages=tuple(map(_observed_stage, pipeline.stages)))
+
+
+def _observed_stage(stage: Any) -> Any:
+    changes = {}
+    if stage.scheduler_cls is None and stage.execution_type.name in _SCHEDULERS:
+        changes["scheduler_cls"] = _SCHEDULERS[stage.execution_type.name]
+    if stage.async_chunk_process_next_stage_input_func == _HOST_CHUNKS:
+        changes["async_chunk_process_next_stage_input_func"] = _OUR_CHUNKS
+    return dataclasses.replace(stage, **changes)
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""LiveServe in a host scheduler: a look at every round and step, the host's order unchanged.
+"""LiveServe in a host scheduler: a look at every round and step; order and holds before the loop.
 
 `LiveRound` is a cooperative base: in ``class X(HostScheduler, LiveRound)`` its `schedule` runs
 after the host's own queue work and before vLLM's core loop. `LiveSteps` goes in front and sees
@@ -7,17 +7,20 @@ complete steps. Both do nothing while LiveServe is off.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from liveserve.config import from_env
-from liveserve.host.seam import install
+from liveserve.host.seam import expect, install
 from liveserve.host.sessions import session_of
 from liveserve.host.stages import stage_info
 from liveserve.runtime import StageRuntime
+from liveserve.scheduler.plan import Plan
 
 # Steps under way at once; more means that the host dropped some without telling us.
 _MAX_STEPS_UNDER_WAY = 16
@@ -54,24 +57,65 @@ class SchedulerQueues:
 
 
 class LiveRound(Scheduler):
-    """Ranks every request before the core loop of each round."""
+    """Ranks every request before the core loop of each round, and orders and holds them.
+
+    Order: running requests are sorted, so that vLLM's victims (its last) are the least urgent;
+    both waiting queues are sorted, and the one with the more urgent head goes first. A hold goes
+    through `Request.next_decode_eligible_step`: the request stays in ``running``, counts against
+    the limits, and costs nothing. Taking it out of ``running`` would widen admission.
+    """
 
     liveserve: StageRuntime | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._liveserve_order: dict[str, int] = {}
         install("the scheduler", self._attach)
 
     def _attach(self) -> None:
         config = from_env()
         if config is not None:
+            for name in ("current_step", "skipped_waiting", "_select_waiting_queue_for_scheduling"):
+                expect(hasattr(self, name), f"Scheduler.{name} is gone")
             info = stage_info(self.vllm_config, self.kv_cache_config)
             self.liveserve = StageRuntime(info, config, SchedulerQueues(self), session_of)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.liveserve is not None:
             self.liveserve.round()
+            self._apply(self.liveserve.plan())
         return super().schedule(*args, **kwargs)
+
+    def _apply(self, plan: Plan | None) -> None:
+        """Sort and hold as ``plan`` says; None leaves the host's order."""
+        if plan is None or self.policy != SchedulingPolicy.FCFS:
+            self._liveserve_order = {}
+            return
+        order = {request_id: index for index, request_id in enumerate(plan.order)}
+        self._liveserve_order = order
+        last = len(order)
+        self.running.sort(key=lambda request: order.get(request.request_id, last))
+        for queue in (self.waiting, self.skipped_waiting):
+            if len(queue) > 1:
+                requests = sorted(queue, key=lambda r: order.get(r.request_id, last))
+                queue.clear()
+                queue.extend(requests)
+        if plan.held:
+            # `schedule` counts the step up before it compares.
+            eligible = self.current_step + 2
+            for request in self.running:
+                if request.request_id in plan.held:
+                    request.next_decode_eligible_step = max(
+                        request.next_decode_eligible_step, eligible
+                    )
+
+    def _select_waiting_queue_for_scheduling(self) -> Any:
+        order = self._liveserve_order
+        if not order or not self.waiting or not self.skipped_waiting:
+            return super()._select_waiting_queue_for_scheduling()
+        heads = (self.waiting.peek_request(), self.skipped_waiting.peek_request())
+        first, second = (order.get(head.request_id, len(order)) for head in heads)
+        return self.waiting if first < second else self.skipped_waiting
 
 
 class LiveSteps:
@@ -85,10 +129,14 @@ class LiveSteps:
         began_s = self.liveserve.now_s()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if output.total_num_scheduled_tokens:
+            self.liveserve.scheduled(output.num_scheduled_tokens)
             steps = self.__dict__.setdefault("_liveserve_steps", {})
             if len(steps) >= _MAX_STEPS_UNDER_WAY:
                 steps.clear()
             steps[id(output)] = began_s
+        elif self.liveserve.held:
+            # Everything that could run is held: do not spin until somebody may go on.
+            time.sleep(self.liveserve.doze_s())
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -7,6 +7,7 @@ everything else goes to the host untouched.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from importlib.metadata import entry_points
@@ -108,14 +109,14 @@ def build_config(args: argparse.Namespace) -> LiveServeConfig:
     for setting in args.liveserve_p_safe:
         name, separator, value = setting.partition("=")
         try:
-            if not separator or not name:
+            if not separator or not name or not math.isfinite(float(value)):
                 raise ValueError
             stages[name] = msgspec.structs.replace(
                 stages.get(name, StageConfig()), p_safe_s=float(value)
             )
         except ValueError:
             raise ConfigError(
-                f"--liveserve-p-safe {setting!r}: write STAGE=SECONDS, e.g. talker=0.4"
+                f"--liveserve-p-safe {setting!r}: write STAGE=SECONDS (p_safe_s), e.g. talker=0.4"
             ) from None
     merged = msgspec.structs.replace(base, stages=stages, **changes)
     # Once through the decoder: the flags' values are checked like a file's.

@@ -82,7 +82,8 @@ def apply() -> None:
 
 
 def stub_cuda_wheels() -> None:
-    """Let CUDA builds of torchvision and torchaudio import on a CPU build of torch.
+    """Let CUDA builds of torchvision and torchaudio import on a CPU build of torch, and hide
+    torchcodec's.
 
     Why: PyPI has only CUDA builds of these two; vLLM requires them and transformers imports them.
     Their native libraries need libc10_cuda.so, so the import raises, though nothing that a
@@ -100,16 +101,39 @@ def stub_cuda_wheels() -> None:
         lambda: types.ModuleType("torchvision._meta_registrations"),
     )
     _stub("torchaudio", "lib/_torchaudio.so", "torchaudio._extension", _torchaudio_extension)
+    _hide("torchcodec", "libtorchcodec_image.so")
+
+
+def _root(package: str) -> Path | None:
+    """Folder of an installed package that nobody has imported yet."""
+    if package in sys.modules:
+        return None
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _hide(package: str, library: str) -> None:
+    """Make ``package`` look absent if its native ``library`` is there and won't load.
+
+    Its users take an ImportError for "not installed"; a broken library raises OSError.
+    """
+    root = _root(package)
+    if root is None or not (root / library).exists():
+        return
+    try:
+        ctypes.CDLL(str(root / library))
+    except OSError as error:
+        logger.debug("LiveServe CPU: %s is hidden (%s)", package, error)
+        sys.modules[package] = None  # type: ignore[assignment]
 
 
 def _stub(package: str, library: str, module: str, make: Callable[[], types.ModuleType]) -> None:
     """Put ``make()`` at ``sys.modules[module]`` if ``package``'s native ``library`` won't load."""
-    if package in sys.modules or module in sys.modules:
+    root = _root(package)
+    if root is None or module in sys.modules:
         return
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return
-    root = Path(next(iter(spec.submodule_search_locations)))
     submodule = root.joinpath(*module.split(".")[1:])
     if not (submodule.with_suffix(".py").exists() or submodule.joinpath("__init__.py").exists()):
         logger.warning("LiveServe CPU: %s has no %s; %s stays stock", package, module, package)

@@ -1,0 +1,74 @@
+"""Hold and release: generate just ahead of the listener instead of as fast as possible.
+
+Only a U2 request with a trustworthy buffer is held, and only while holding can profit somebody.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from liveserve.scheduler.policy_config import PolicyConfig
+from liveserve.scheduler.utility import Weights
+
+
+class Bar(NamedTuple):
+    """A request may be held while P > ``buffer_s`` and U < ``utility``."""
+
+    buffer_s: float
+    utility: float
+
+
+class Bars(NamedTuple):
+    """What a U2 request must pass to be held this round.
+
+    Attributes:
+        start: for one that was not held in the round before.
+        stay: for one that was; lower, so that a hold lasts.
+        since_s: one that last ran, or became able to, at this time or earlier is not held.
+    """
+
+    start: Bar
+    stay: Bar
+    since_s: float
+
+
+def may_hold(contended: bool, barge_in_rate: float) -> bool:
+    """Whether holding can profit anybody.
+
+    Args:
+        contended: another request wants the step that a hold would free.
+        barge_in_rate: share of responses that users of this workload interrupt, 0 to 1.
+
+    If nobody waits and nobody ever interrupts, running ahead costs nothing and holding might.
+    """
+    return contended or barge_in_rate > 0
+
+
+def bars(of_round: Weights, now_s: float, config: PolicyConfig) -> Bars:
+    """The bars of a round.
+
+    A hold begins above p_hold_s and ends at p_release_s. It begins only if utility will still be
+    negative once the buffer has fallen by the difference: so it lasts that long unless KV
+    pressure rises. With utility switched off the buffer alone decides.
+    """
+    start = stay = math.inf
+    if config.utility:
+        start, stay = of_round.per_second * (config.p_release_s - config.p_hold_s), 0.0
+    return Bars(
+        Bar(config.p_hold_s, start), Bar(config.p_release_s, stay), now_s - config.age_limit_s
+    )
+
+
+def next_deadline_s(
+    least_buffer_s: float, least_since_s: float, now_s: float, config: PolicyConfig
+) -> float:
+    """When the first of the held requests must run again, on the clock of ``now_s``.
+
+    Args:
+        least_buffer_s: smallest P_i^s among them. P is time to underrun, so it falls by one
+            second per second; a listener who pauses only makes the deadline early.
+        least_since_s: earliest time at which one of them last ran.
+    """
+    falls_s = now_s + max(0.0, least_buffer_s - config.p_release_s)
+    return min(falls_s, least_since_s + config.age_limit_s)

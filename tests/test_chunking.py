@@ -1,0 +1,100 @@
+"""Chunk sizes that follow the buffer, on a simulated listener, against the host's fixed sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liveserve.scheduler.chunking import ChunkPolicy, ChunkProgress
+from liveserve.scheduler.playback import PlaybackClock
+
+FRAME_AUDIO_S = 0.08
+POLICY = ChunkPolicy()
+
+
+def stream(frames: int, frame_s: float, deliver_s, *, adaptive: bool, rate: float = 1.0):
+    """Make ``frames`` frames, one each ``frame_s``; a chunk of n arrives ``deliver_s(n)`` later.
+
+    Returns the chunk sizes and the seconds for which the listener waited for audio.
+    """
+    progress, clock = ChunkProgress(), PlaybackClock(rate=rate)
+    arrivals: list[tuple[float, float]] = []
+    sizes, dry_s, now_s, free_at_s = [], 0.0, 0.0, 0.0
+    for index in range(frames):
+        now_s += frame_s
+        while arrivals and arrivals[0][0] <= now_s:
+            at_s, total_s = arrivals.pop(0)
+            if clock.started:
+                dry_s += max(0.0, at_s - clock.ends_at_s())
+            clock.route(total_s, at_s)
+        progress.made(now_s)
+        view = clock if adaptive else None
+        progress.observe(view, now_s)
+        if progress.is_due(POLICY, view, FRAME_AUDIO_S, now_s) or index == frames - 1:
+            sizes.append(progress.leave(FRAME_AUDIO_S, now_s))
+            # the vocoder works on one chunk at a time
+            free_at_s = max(now_s, free_at_s) + deliver_s(sizes[-1])
+            arrivals.append((free_at_s, progress.sent * FRAME_AUDIO_S))
+    for at_s, total_s in arrivals:
+        if clock.started:
+            dry_s += max(0.0, at_s - clock.ends_at_s())
+        clock.route(total_s, at_s)
+    return sizes, dry_s
+
+
+def test_without_a_clock_the_sizes_are_the_hosts():
+    sizes, _ = stream(104, 0.03, lambda n: 0.1, adaptive=False)
+    assert sizes == [4, 25, 25, 25, 25]
+
+
+@pytest.mark.parametrize("frame_s", [0.02, 0.04, 0.06])
+@pytest.mark.parametrize("vocoder_s", [0.02, 0.08, 0.15])
+def test_the_second_chunk_is_there_in_time(frame_s, vocoder_s):
+    """Where frames are made faster than they are heard, the listener waits less than stock's."""
+    deliver = lambda n: vocoder_s * (25 + n) / 50  # noqa: E731  left context costs too
+    fixed_sizes, fixed = stream(300, frame_s, deliver, adaptive=False)
+    sizes, ours = stream(300, frame_s, deliver, adaptive=True)
+    assert sum(sizes) == sum(fixed_sizes) == 300
+    assert ours < fixed
+    assert ours <= 0.35 * fixed
+    assert max(sizes) <= POLICY.largest
+    assert all(size >= POLICY.smallest for size in sizes[1:-1])
+
+
+def test_sizes_grow_with_the_buffer_to_the_efficient_one():
+    sizes, _ = stream(400, 0.02, lambda n: 0.05, adaptive=True)
+    assert sizes[1] < 25
+    assert sizes[-4:-1] == [25, 25, 25]
+
+
+def test_a_slow_listener_gets_large_chunks_soon():
+    fast, _ = stream(200, 0.05, lambda n: 0.1, adaptive=True)
+    slow, _ = stream(200, 0.05, lambda n: 0.1, adaptive=True, rate=0.25)
+    assert len(slow) < len(fast)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.booleans(), st.floats(0, 3)), max_size=200),
+    st.integers(1, 10),
+    st.integers(1, 30),
+)
+def test_every_frame_leaves_once_and_bounds_hold(steps, smallest, extra):
+    policy = ChunkPolicy(first=2, smallest=smallest, largest=smallest + extra)
+    progress, clock, now_s, sent = ChunkProgress(), PlaybackClock(), 0.0, 0
+    for wait_s, routed, ahead_s in steps:
+        now_s += wait_s
+        if routed:
+            clock.route(min(progress.sent * FRAME_AUDIO_S, clock.routed_s + ahead_s), now_s)
+        progress.made(now_s)
+        progress.observe(clock, now_s)
+        if progress.is_due(policy, clock, FRAME_AUDIO_S, now_s):
+            first = progress.sent == 0
+            count = progress.leave(FRAME_AUDIO_S, now_s)
+            assert count == 2 if first else smallest <= count <= policy.largest
+            sent += count
+        assert progress.pending < max(policy.largest, policy.first)
+    assert sent + progress.pending == len(steps)
+    assert math.isnan(progress.deliver_s) or progress.deliver_s >= 0
