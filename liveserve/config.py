@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from liveserve.scheduler.chunking import ChunkPolicy
 from liveserve.scheduler.policy_config import PolicyConfig
 
 ENV_SWITCH = "LIVESERVE"
@@ -85,8 +86,7 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
         max_event_burst: client events that one connection may send at once.
         exchange_timeout_s: an engine that takes longer to answer counts as not answering.
         switches: which mechanisms are on at the start.
-        chunk_min_frames: smallest codec chunk behind the first.
-        chunk_margin_s: spare time for routing and jitter when a chunk's size is chosen.
+        chunks: sizes of codec chunks; ``first`` and ``largest`` are the deployment's own.
         stages: settings per stage name.
     """
 
@@ -102,12 +102,17 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
     max_event_burst: Count = 2000
     exchange_timeout_s: Positive = 10.0
     switches: Switches = Switches()
-    chunk_min_frames: Count = 6
-    chunk_margin_s: NonNegative = 0.1
+    chunks: ChunkPolicy = ChunkPolicy()
     stages: dict[str, StageConfig] = {}
 
-    def policy(self, stage: str, switches: Switches) -> PolicyConfig:
+    def policy(
+        self, stage: str, switches: Switches, chunk_time_s: float | None = None
+    ) -> PolicyConfig:
         """The planning policy of ``stage`` with ``switches``.
+
+        Where the buffers at which holds end and begin are not set, they follow
+        ``chunk_time_s``: the measured wall seconds from letting a request go on until the
+        listener has its next chunk.
 
         Raises:
             ConfigError: the stage's settings contradict one another; names the field.
@@ -116,10 +121,10 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
         changes = {k: v for k, v in msgspec.structs.asdict(given).items() if v is not None}
         pace = changes.pop("pace", stage in PACED_STAGES)
         base = PolicyConfig()
-        # A larger safe buffer moves the bounds that build on it, unless they are given too.
         safe_s = changes.get("p_safe_s", base.p_safe_s)
-        release_s = changes.setdefault("p_release_s", max(base.p_release_s, 2 * safe_s))
-        changes.setdefault("p_hold_s", max(base.p_hold_s, 2 * release_s))
+        wanted_s = chunk_time_s if chunk_time_s is not None else base.p_release_s
+        release_s = changes.setdefault("p_release_s", max(safe_s, wanted_s))
+        changes.setdefault("p_hold_s", max(1.2 * release_s, release_s + 0.1))
         try:
             return PolicyConfig(
                 **changes,

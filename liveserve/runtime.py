@@ -27,6 +27,7 @@ from liveserve.events import (
     encode,
 )
 from liveserve.ring import EventRing
+from liveserve.scheduler.chunking import ChunkTimes
 from liveserve.scheduler.plan import Budgets, Candidate, Plan, plan
 from liveserve.scheduler.urgency import Rank, rank
 from liveserve.scheduler.views import Phase, SessionView
@@ -120,6 +121,8 @@ class StageRuntime:
         # Per request: seconds of audio that have left the stage, where that is less than what was
         # made (codec frames that wait to travel together). Set by the chunking seam.
         self.sent_s: dict[str, float] = {}
+        self.chunk_times = ChunkTimes()
+        self._chunk_time_s: float | None = None
         self._queues = queues
         self._session_of = session_of
         self._clock = clock
@@ -152,6 +155,7 @@ class StageRuntime:
 
     def plan(self) -> Plan | None:
         """Order and holds of this round, or None where the host's own order stands."""
+        self._follow_chunk_time()
         policy = self.policy
         if self.ring.stale or not (policy.order or policy.pace) or not self.ranks:
             self.held = frozenset()
@@ -269,7 +273,7 @@ class StageRuntime:
         """Which mechanisms are on from the next round."""
         if switches != self.switches:
             self.switches = switches
-            self.policy = self.config.policy(self.info.name, switches)
+            self.policy = self.config.policy(self.info.name, switches, self._chunk_time_s)
             logger.info("LiveServe: stage %s switches to %s", self.info.name, switches)
 
     def _receive(self, batch: Batch) -> None:
@@ -327,6 +331,17 @@ class StageRuntime:
         self._arrivals, self.ranks, self._by_class = arrivals, ranks, counts
         for request_id in self.sent_s.keys() - ranks.keys():
             del self.sent_s[request_id]
+
+    def _follow_chunk_time(self) -> None:
+        """Let the bounds of holds follow the measured chunk time, in steps of a tenth."""
+        if not self.sent_s or not self.switches.chunking:
+            return
+        chunks = self.config.chunks
+        time_s = self.chunk_times.lead_s(chunks.useful, chunks)
+        known_s = self._chunk_time_s
+        if known_s is None or abs(time_s - known_s) > 0.1 * known_s:
+            self._chunk_time_s = time_s
+            self.policy = self.config.policy(self.info.name, self.switches, time_s)
 
     def _plan(self, now_s: float) -> Plan:
         since = {request_id: self._since.get(request_id, now_s) for request_id in self.ranks}

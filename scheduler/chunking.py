@@ -14,40 +14,66 @@ import msgspec
 from liveserve.scheduler.playback import PlaybackClock
 
 # Weight of the newest observation in the running averages.
-_WEIGHT = 0.2
+_WEIGHT = 0.1
+# Two frames of a request further apart than this were not made one after the other.
+_PAUSE_S = 0.5
+# What a frame and a delivery take while nothing is known.
+_GUESS_S = 0.1
 
 
 class ChunkPolicy(msgspec.Struct, frozen=True):
     """Sizes in codec frames.
 
     Attributes:
-        first: of the first chunk: the sooner it leaves, the sooner something is heard.
+        first: of the first chunk, at most: the sooner it leaves, the sooner something is heard.
         smallest: no later chunk is smaller, but the last; the vocoder repeats its left context
             for each, so tiny chunks cost more than they help.
+        useful: a paced request is let go on in time to make this many before the buffer is thin.
         largest: no chunk is larger: the vocoder's efficient size.
-        margin_s: spare time for routing and jitter.
+        margin_s: spare wall seconds for routing and jitter.
     """
 
     first: int = 4
     smallest: int = 6
+    useful: int = 16
     largest: int = 25
     margin_s: float = 0.1
 
 
-class ChunkProgress:
-    """One request's frames on their way to the vocoder.
+class ChunkTimes:
+    """What frames and deliveries take now, averaged over the requests of a stage.
 
-    Learns two figures: the wall time between frames, and the wall time from sending a chunk to the
-    client's having it. Both start unknown, and unknown counts as slow.
+    Attributes:
+        frame_s: wall seconds between two frames of a request that runs.
+        deliver_s: wall seconds from sending a chunk until the client has it.
     """
 
-    __slots__ = ("_last_frame_s", "_under_way", "deliver_s", "frame_s", "sent", "total")
+    __slots__ = ("deliver_s", "frame_s")
 
     def __init__(self) -> None:
+        self.frame_s = self.deliver_s = _GUESS_S
+
+    def framed(self, took_s: float) -> None:
+        if took_s < _PAUSE_S:
+            self.frame_s += _WEIGHT * (took_s - self.frame_s)
+
+    def delivered(self, took_s: float) -> None:
+        self.deliver_s += _WEIGHT * (took_s - self.deliver_s)
+
+    def lead_s(self, frames: int, policy: ChunkPolicy) -> float:
+        """Wall seconds from making the first of ``frames`` frames until the client has them."""
+        return frames * self.frame_s + self.deliver_s + policy.margin_s
+
+
+class ChunkProgress:
+    """One request's frames on their way to the vocoder."""
+
+    __slots__ = ("_last_frame_s", "_under_way", "sent", "times", "total")
+
+    def __init__(self, times: ChunkTimes) -> None:
+        self.times = times
         self.total = 0  # frames made
         self.sent = 0  # frames that left
-        self.frame_s = math.nan
-        self.deliver_s = math.nan
         self._last_frame_s = math.nan
         self._under_way: list[tuple[float, float]] = []  # (seconds of audio sent in all, when)
 
@@ -59,7 +85,7 @@ class ChunkProgress:
         """One more frame exists."""
         self.total += 1
         if not math.isnan(self._last_frame_s):
-            self.frame_s = _average(self.frame_s, now_s - self._last_frame_s)
+            self.times.framed(now_s - self._last_frame_s)
         self._last_frame_s = now_s
 
     def observe(self, clock: PlaybackClock | None, now_s: float) -> None:
@@ -69,7 +95,8 @@ class ChunkProgress:
             # The client's total is cut to whole milliseconds.
             if clock.routed_s + 0.01 < total_s:
                 return
-            self.deliver_s = _average(self.deliver_s, now_s - since_s)
+            # Seen late if the request did not run meanwhile: what is routed is known to the clock.
+            self.times.delivered(min(now_s, max(clock.position_at_s, since_s)) - since_s)
             del self._under_way[0]
 
     def leave(self, frame_audio_s: float, now_s: float) -> int:
@@ -90,30 +117,26 @@ class ChunkProgress:
         Args:
             policy: sizes.
             clock: the session's playback clock, or None if there is no trustworthy one: then
-                chunks have the largest size, as the host's.
+                chunks have the host's sizes.
             frame_audio_s: seconds of audio per frame.
             now_s: the time.
         """
         if self.sent == 0:
-            return self.pending >= policy.first
+            return self.pending >= self._first(policy, clock, frame_audio_s)
         if self.pending >= policy.largest:
             return True
         if clock is None or self.pending < policy.smallest:
             return False
-        return self.slack_s(policy, clock, frame_audio_s, now_s) <= _known(self.frame_s)
-
-    def slack_s(
-        self, policy: ChunkPolicy, clock: PlaybackClock, frame_audio_s: float, now_s: float
-    ) -> float:
-        """Wall seconds for which the pending frames can still wait without a gap."""
         ahead_s = (self.sent * frame_audio_s - clock.played_s(now_s)) / clock.rate
-        return ahead_s - _known(self.deliver_s) - policy.margin_s
+        return ahead_s <= self.times.lead_s(1, policy)
 
+    def _first(self, policy: ChunkPolicy, clock: PlaybackClock | None, frame_audio_s: float) -> int:
+        """Frames of the first chunk: fewer than the host's where it lasts until the second comes.
 
-def _average(old: float, new: float) -> float:
-    return new if math.isnan(old) else old + _WEIGHT * (new - old)
-
-
-def _known(value: float) -> float:
-    """An unknown duration counts as 0.2 s."""
-    return 0.2 if math.isnan(value) else value
+        Both are delivered alike, so that the second takes only as long as it takes to make.
+        """
+        if clock is None:
+            return policy.first
+        second_s = policy.smallest * self.times.frame_s + policy.margin_s
+        enough = math.ceil(second_s * clock.rate / frame_audio_s)
+        return max(1, min(policy.first, enough))

@@ -11,7 +11,7 @@ Runs on the engine's save thread; it only reads the runtime's views.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class _Stream:
     """A request's frames, by identity: the host starts a new list for a new request or segment."""
 
     frames: list[torch.Tensor]
-    progress: ChunkProgress = field(default_factory=ChunkProgress)
+    progress: ChunkProgress
 
 
 def talker2code2wav_async_chunk(
@@ -60,7 +60,7 @@ def talker2code2wav_async_chunk(
                 transfer_manager, multimodal_output, request, is_finished
             )
         _forget(streams, transfer_manager)
-        stream = streams[request_id] = _Stream(frames)
+        stream = streams[request_id] = _Stream(frames, ChunkProgress(runtime.chunk_times))
     assert runtime is not None
     frame = _new_frame(multimodal_output, request)
     payload = _next_chunk(stream, runtime, transfer_manager, frame, request, is_finished)
@@ -124,11 +124,13 @@ def _sizes(transfer_manager: Any, runtime: StageRuntime) -> tuple[ChunkPolicy, i
     raw = getattr(transfer_manager.connector, "config", None) or {}
     extra = raw.get("extra", raw) if isinstance(raw, Mapping) else {}
     largest = int(extra.get("codec_chunk_frames", 25))
+    ours = runtime.config.chunks
     policy = ChunkPolicy(
         first=int(extra.get("initial_codec_chunk_frames") or 0) or largest,
-        smallest=min(runtime.config.chunk_min_frames, largest),
+        smallest=min(ours.smallest, largest),
+        useful=min(ours.useful, largest),
         largest=largest,
-        margin_s=runtime.config.chunk_margin_s,
+        margin_s=ours.margin_s,
     )
     return policy, int(extra.get("codec_left_context_frames", 25))
 
