@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -97,6 +98,7 @@ def running_server(
             stdin=subprocess.DEVNULL,
             env={**os.environ, **offline, **(env or {})},
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
     server = Server(process, f"http://127.0.0.1:{port}", name, log, 0.0)
     known: set[int] = set()
@@ -118,6 +120,13 @@ def running_server(
     finally:
         known.update(server.pids())
         _stop(process, known)
+
+
+def _end_with_parent() -> None:
+    """In the child: end when the process that started it dies, however it dies (Linux)."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _healthy(url: str) -> bool:

@@ -60,12 +60,15 @@ class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pace: hold requests that are far ahead of the listener.
         utility: order U2 by utility and let KV pressure end a hold. Off: U2 by ready age.
         chunking: codec chunks follow the listener's buffer instead of the host's fixed sizes.
+        history: an interrupted answer stays in the conversation up to where it was heard. Off:
+            Qwen3-Omni keeps all of it or nothing.
     """
 
     order: bool = True
     pace: bool = True
     utility: bool = True
     chunking: bool = True
+    history: bool = True
 
 
 class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -194,3 +197,17 @@ def from_env(environ: Mapping[str, str] = os.environ) -> LiveServeConfig | None:
 def as_json(config: LiveServeConfig) -> dict[str, object]:
     """Plain JSON object of ``config``."""
     return json.loads(msgspec.json.encode(config))
+
+
+def change_switches(switches: Switches, changes: bytes) -> Switches:
+    """``switches`` with the JSON object ``changes`` laid over it.
+
+    Raises:
+        ConfigError: not a JSON object, an unknown switch, or a value that is not true or false.
+    """
+    try:
+        flips = msgspec.json.decode(changes, type=dict[str, bool])
+        return msgspec.convert(msgspec.structs.asdict(switches) | flips, Switches)
+    except msgspec.MsgspecError as exc:
+        names = ", ".join(Switches.__struct_fields__)
+        raise ConfigError(f"switches: {exc}; give a JSON object of {names}") from None

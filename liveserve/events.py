@@ -121,6 +121,7 @@ class PressureSnapshot(msgspec.Struct):
     round_us: float = 0.0
     link_queue_bytes: int = 0
     link_queue_jobs: int = 0
+    switches: Switches = Switches()
     sessions: int = 0
     events_total: int = 0
     events_lost: int = 0

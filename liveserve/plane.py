@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from liveserve.config import LiveServeConfig
+from liveserve.config import LiveServeConfig, change_switches
 from liveserve.events import Event, Reply, to_builtins
 from liveserve.metrics import Metrics
 from liveserve.monitor import EngineKey, Monitor, Send
@@ -122,6 +122,16 @@ class InteractionPlane:
                 }
             )
         return {"engines": engines}
+
+    async def switches(self, changes: bytes | None = None) -> dict[str, object]:
+        """Which mechanisms are on; ``changes``, a JSON object of switches, flips some of them.
+
+        Raises:
+            ConfigError: an unknown switch, or a value that is not true or false.
+        """
+        if changes is not None:
+            self.monitor.flip(change_switches(self.monitor.switches, changes))
+        return to_builtins(self.monitor.switches)
 
 
 def engine_report(

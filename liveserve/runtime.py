@@ -29,7 +29,7 @@ from liveserve.events import (
 from liveserve.ring import EventRing
 from liveserve.scheduler.chunking import ChunkTimes
 from liveserve.scheduler.plan import Budgets, Candidate, Plan, plan
-from liveserve.scheduler.urgency import Rank, rank
+from liveserve.scheduler.urgency import Rank, Urgency, rank
 from liveserve.scheduler.views import Phase, SessionView
 from liveserve.session import SessionTable
 
@@ -62,6 +62,10 @@ class Queues(Protocol):
     def running(self) -> Iterable[RequestLike]: ...
 
     def waiting(self) -> Iterable[RequestLike]: ...
+
+    def can_run(self, request: RequestLike) -> bool:
+        """False while it waits for input: nothing that a scheduler does would let it run."""
+        ...
 
     def kv_blocks(self) -> tuple[int, int]:
         """Blocks in use, blocks in all."""
@@ -123,6 +127,8 @@ class StageRuntime:
         self.sent_s: dict[str, float] = {}
         self.chunk_times = ChunkTimes()
         self._chunk_time_s: float | None = None
+        # While somebody waits for first audio here, others go on only for their next small chunk.
+        self._u1_policy = self.policy
         self._queues = queues
         self._session_of = session_of
         self._clock = clock
@@ -257,6 +263,7 @@ class StageRuntime:
             step_ms=self._step_ms,
             steps_total=self._steps,
             round_us=self._round_us,
+            switches=self.switches,
             sessions=len(self.table),
             events_total=self.ring.total,
             events_lost=self.ring.lost,
@@ -273,7 +280,7 @@ class StageRuntime:
         """Which mechanisms are on from the next round."""
         if switches != self.switches:
             self.switches = switches
-            self.policy = self.config.policy(self.info.name, switches, self._chunk_time_s)
+            self._set_policy()
             logger.info("LiveServe: stage %s switches to %s", self.info.name, switches)
 
     def _receive(self, batch: Batch) -> None:
@@ -321,7 +328,9 @@ class StageRuntime:
                 request_id = request.request_id
                 known = self._arrivals.get(request_id)
                 if known is None:
-                    known = (self._session_of(request_id), now_s)
+                    # Those that came since the last round keep the order in which they came.
+                    arrival_s = now_s - 1e-6 + 1e-9 * (len(arrivals) % 1000)
+                    known = (self._session_of(request_id), arrival_s)
                 arrivals[request_id] = known
                 view = self.view_of(known[0])
                 produced_s = self._produced_s(request, view) if view else 0.0
@@ -341,39 +350,43 @@ class StageRuntime:
         known_s = self._chunk_time_s
         if known_s is None or abs(time_s - known_s) > 0.1 * known_s:
             self._chunk_time_s = time_s
-            self.policy = self.config.policy(self.info.name, self.switches, time_s)
+            self._set_policy()
+
+    def _set_policy(self) -> None:
+        name, switches, chunks = self.info.name, self.switches, self.config.chunks
+        self.policy = self._u1_policy = self.config.policy(name, switches, self._chunk_time_s)
+        if self._chunk_time_s is not None:
+            smallest_s = self.chunk_times.lead_s(chunks.smallest, chunks)
+            self._u1_policy = self.config.policy(name, switches, smallest_s)
 
     def _plan(self, now_s: float) -> Plan:
-        since = {request_id: self._since.get(request_id, now_s) for request_id in self.ranks}
-        self._since = since
-        used, total = self._queues.kv_blocks()
+        queues = self._queues
+        used, total = queues.kv_blocks()
         blocks_of = None
         if total and used > self.policy.kv_high_watermark * total:
-            blocks_of = self._queues.kv_blocks_of
-        candidates = [
-            Candidate(
-                request.request_id,
-                self.ranks[request.request_id],
-                1,
-                blocks_of(request) if blocks_of else None,
-                0,
-                waiting,
-                False,
-                since[request.request_id],
-            )
-            for waiting, requests in (
-                (False, self._queues.running()),
-                (True, self._queues.waiting()),
-            )
-            for request in requests
-            if request.request_id in self.ranks
-        ]
+            blocks_of = queues.kv_blocks_of
+        candidates: list[Candidate] = []
+        since: dict[str, float] = {}
+        for waiting, requests in ((False, queues.running()), (True, queues.waiting())):
+            for request in requests:
+                request_id = request.request_id
+                ranked = self.ranks.get(request_id)
+                if ranked is None or not queues.can_run(request):
+                    continue
+                # One that could not run a round ago has waited since now.
+                since_s = since[request_id] = self._since.get(request_id, now_s)
+                blocks = blocks_of(request) if blocks_of else None
+                candidates.append(
+                    Candidate(request_id, ranked, 1, blocks, 0, waiting, False, since_s)
+                )
+        self._since = since
+        u1_runs = any(candidate.rank.urgency is Urgency.U1 for candidate in candidates)
         return plan(
             candidates,
             _NO_BUDGETS if blocks_of is None else Budgets(1 << 60, total - used, total),
             self.held,
             now_s,
-            self.policy,
+            self._u1_policy if u1_runs else self.policy,
             barge_in_rate=self.barge_in_rate,
             contended=self._somebody_waits(),
         )

@@ -339,6 +339,14 @@ class SessionTracker:
         del self._sessions[session_id]
         self._emit(EventKind.CLOSED, session_id, now_s, detail=reason)
 
+    def speech_s(self, session_id: str, response_id: str) -> float | None:
+        """How long the response's text is expected to take to say, or None if that is unknown."""
+        session, view = self._sessions.get(session_id), self.table.get(session_id)
+        response = session.responses.get(response_id) if session else None
+        if response is None or view is None or not response.text_tokens:
+            return None
+        return response.text_tokens * view.text_token_s
+
     # ---- learned figures -------------------------------------------------------------------
 
     def _settle(self, session_id: str, now_s: float) -> None:

@@ -16,6 +16,7 @@ import yaml
 from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import running_server
 from liveserve.host.cpu.deploy import deploy_path
+from liveserve.host.cpu.record import RECORD_ENV
 
 from duplex import SILENCE, Duplex, connect, get, speech
 
@@ -40,7 +41,8 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("live")
     ensure_tiny_model(MODEL)
     flags = ["--deploy-config", str(deploy_file(folder)), "--fast-codes"]
-    with running_server(MODEL, folder / "server.log", flags=flags) as running:
+    env = {RECORD_ENV: str(folder / "record")}
+    with running_server(MODEL, folder / "server.log", flags=flags, env=env) as running:
         asyncio.run(warm_up(running.url))
         yield running
 
@@ -139,6 +141,41 @@ async def test_a_spoken_barge_in_is_seen_by_all_three(server):
     assert await eventually(lambda: nothing_left(server.url))
 
 
+def prompt_lengths(server) -> list[int]:
+    """Tokens of each prompt that the thinker has seen, in order."""
+    lengths: dict[str, int] = {}
+    record = server.log.parent / "record" / "stage0.jsonl"
+    for line in record.read_text().splitlines():
+        for request, rows in json.loads(line).get("rows", {}).items():
+            lengths[request] = lengths.get(request, 0) + (len(rows) if len(rows) > 1 else 0)
+    return list(lengths.values())
+
+
+async def second_prompt(server, heard_ms: int | None) -> int:
+    """Tokens of the prompt that follows an answer of 20 s, of which ``heard_ms`` were heard."""
+    async with connect(server.url) as session:
+        response_id, mark = await session.answer(tokens=64)
+        if heard_ms is None:
+            await session.wait("response.done", after=mark)
+            heard_ms = int(1e3 * session.audio_s(response_id))
+        else:
+            while session.audio_s(response_id) * 1e3 < heard_ms:
+                await asyncio.sleep(0.05)
+        if heard_ms:
+            await session.send("playback.ack", played_ms=heard_ms, response_id=response_id)
+            await session.wait("playback.acknowledged", after=mark)
+        await session.answer(tokens=4, name="why")
+        return prompt_lengths(server)[-1]
+
+
+async def test_the_history_keeps_what_was_heard(server):
+    whole = await second_prompt(server, None)
+    part = await second_prompt(server, 5_000)
+    nothing = await second_prompt(server, 0)
+    assert whole - nothing >= 60  # a token of the answer's text is a token of the prompt
+    assert (part - nothing) / (whole - nothing) == pytest.approx(5 / 20.4, abs=0.06)
+
+
 async def test_requests_are_classed_while_an_answer_is_made(server):
     """U1 before the first packet; afterwards P is the stage's lead over the listener."""
     async with connect(server.url) as session:
@@ -212,6 +249,31 @@ async def test_metrics_are_in_the_hosts_exposition(server):
         assert f'liveserve_step_seconds{{replica="0",stage="{stage}"}}' in text
     assert "liveserve_audio_routed_seconds_total" in text
     assert "vllm:" in text
+
+
+async def test_switches_flip_without_a_restart(server):
+    async def stages_with(**expected):
+        state = await engines(server.url)
+        found = [engine["snapshot"]["switches"] for engine in state.values()]
+        return all(expected.items() <= switches.items() for switches in found)
+
+    async with aiohttp.ClientSession() as http:
+        address = server.url + "/liveserve/switches"
+        before = await get(server.url, "/liveserve/switches")
+        assert all(before.values())
+        async with http.post(address, json={"pace": False, "order": False}) as response:
+            assert response.status == 200
+        assert await eventually(lambda: stages_with(pace=False, order=False, chunking=True))
+        for bad, names in (({"warp": True}, "warp"), ({"pace": 3}, "bool"), ([1], "object")):
+            async with http.post(address, json=bad) as response:
+                assert response.status == 400
+                assert names in await response.text()
+        async with connect(server.url) as session:
+            _, mark = await session.answer(tokens=6)
+            await session.wait("response.done", after=mark)
+        async with http.post(address, json=before) as response:
+            assert await response.json() == before
+        assert await eventually(lambda: stages_with(pace=True, order=True))
 
 
 # ---- bad input ---------------------------------------------------------------------------------

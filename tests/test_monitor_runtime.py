@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from liveserve.config import LiveServeConfig, StageConfig
+from liveserve.config import LiveServeConfig, StageConfig, Switches
 from liveserve.events import Batch, Event, EventKind, boot_id, decode_reply, encode
 from liveserve.monitor import Monitor, StageLink
 from liveserve.runtime import StageInfo, StageRuntime
@@ -29,6 +29,8 @@ class Scheduler:
 
     run: list[Request] = field(default_factory=list)
     wait: list[Request] = field(default_factory=list)
+    parked: set[str] = field(default_factory=set)
+    used: int = 3
 
     def running(self):
         return self.run
@@ -36,8 +38,11 @@ class Scheduler:
     def waiting(self):
         return self.wait
 
+    def can_run(self, request):
+        return request.request_id not in self.parked
+
     def kv_blocks(self):
-        return 3, 10
+        return self.used, 10
 
     def kv_blocks_of(self, request):
         return 2
@@ -229,7 +234,8 @@ def test_a_round_classifies_running_and_waiting_requests():
     assert runtime.ranks["b1"].urgency is Urgency.U2
     assert runtime.ranks["b1"].buffer_s == pytest.approx(6.0)
     assert runtime.ranks["c1"].urgency is Urgency.U1
-    assert runtime.ranks["x1"] == (Urgency.U2, None, 0.0)
+    assert runtime.ranks["x1"][:2] == (Urgency.U2, None)
+    assert runtime.ranks["x1"].age_s == pytest.approx(0.0, abs=1e-5)
     assert reply.snapshot.running_by_class == [1, 0, 2]
     assert reply.snapshot.waiting_by_class == [0, 1, 0]
     assert (reply.snapshot.kv_blocks_used, reply.snapshot.kv_blocks_total) == (3, 10)
@@ -237,6 +243,109 @@ def test_a_round_classifies_running_and_waiting_requests():
     now[0] = 103.0
     runtime.round()
     assert runtime.ranks["c1"].age_s == pytest.approx(3.0)  # since it reached this engine
+
+
+PACED = LiveServeConfig(
+    stages={"talker": StageConfig(p_safe_s=0.5, p_release_s=1.0, p_hold_s=2.0, age_limit_s=4.0)}
+)
+
+
+def test_holds_only_who_is_far_ahead_while_somebody_waits_and_not_for_long():
+    now = [100.0]
+    runtime, scheduler = engine(PACED, clock=lambda: now[0])
+    scheduler.run = [Request("a1", 100), Request("b1", 20), Request("x1", 100)]
+    # a is 8 s ahead, b 1.6 s; nobody knows x
+    send(runtime, answer_events("a", 100.0, 9.0) + answer_events("b", 100.0))
+    assert runtime.plan().held == frozenset()  # nobody waits and nobody ever interrupts
+    asked = [Event(EventKind.OPENED, "c", 100.0, 1.0), Event(EventKind.COMMITTED, "c", 100.0)]
+    send(runtime, asked, first_seq=8)
+    made = runtime.plan()
+    assert made.held == {"a1"}
+    assert made.order[-1] == "a1"
+    assert 0 < runtime.doze_s() <= 0.005
+    reply = send(runtime, [], first_seq=10, detail=True)
+    assert reply.snapshot.held == 1
+    assert [row.request_id for row in reply.requests if row.held] == ["a1"]
+    # released before the age limit is over, and at once when views cannot be trusted
+    for _ in range(50):
+        now[0] += 0.1
+        runtime.round()
+        if not runtime.plan().held:
+            break
+    assert now[0] == pytest.approx(104.0, abs=0.3)
+    runtime.ring.stale = True
+    assert runtime.plan() is None
+    assert runtime.held == frozenset()
+
+
+def test_a_request_that_waits_for_input_is_not_overdue_when_it_comes():
+    now = [100.0]
+    runtime, scheduler = engine(PACED, clock=lambda: now[0])
+    scheduler.run, scheduler.wait = [Request("a1", 60)], [Request("b1", 0)]
+    send(runtime, answer_events("a", 100.0, 9.0) + answer_events("b", 100.0)[:3])
+    scheduler.parked = {"a1"}
+    for _ in range(40):
+        now[0] += 0.5
+        runtime.round()
+        assert runtime.plan().order == ("b1",)
+        runtime.scheduled(["b1"])
+    scheduler.parked = set()
+    scheduler.run[0].num_output_tokens = 600
+    send(runtime, [Event(EventKind.AUDIO_ROUTED, "a", now[0], 30.0, "r")], first_seq=7)
+    assert runtime.plan().order[0] == "b1"  # U1 goes first: a1 has not been starved
+
+
+def test_who_is_patient_has_buffer_and_has_not_waited_long():
+    now = [100.0]
+    runtime, scheduler = engine(PACED, clock=lambda: now[0])
+    scheduler.run = [Request("a1", 100), Request("b1", 10)]
+    send(runtime, answer_events("a", 100.0, 9.0) + answer_events("b", 100.0))
+    runtime.plan()
+    assert runtime.patient(["a1", "b1"]) == {"a1"}
+    now[0] += 4.5
+    runtime.round()
+    runtime.plan()
+    assert runtime.patient(["a1"]) == set()
+    runtime.scheduled(["a1"])
+    assert runtime.patient(["a1"]) == {"a1"}
+
+
+def test_switches_flip_at_run_time_each_for_itself():
+    runtime, scheduler = engine(PACED, clock=lambda: 100.0)
+    scheduler.run = [Request("a1", 100)]
+    send(runtime, answer_events("a", 100.0, 9.0))
+    send(runtime, [Event(EventKind.BARGE_IN, "z", 100.0)], first_seq=4)
+    assert runtime.plan().held == {"a1"}  # users interrupt: running ahead is waste
+    send(runtime, [], first_seq=5, switches=Switches(pace=False))
+    assert runtime.plan().held == frozenset()
+    send(runtime, [], first_seq=5, switches=Switches(order=False, pace=False))
+    assert runtime.plan() is None
+    send(runtime, [], first_seq=5, switches=Switches())
+    assert runtime.plan().held == {"a1"}
+
+
+def test_holds_follow_the_measured_chunk_time():
+    runtime, scheduler = engine(clock=lambda: 100.0)
+    scheduler.run = [Request("a1", 100)]
+    before = runtime.policy.p_release_s
+    runtime.sent_s["a1"] = 1.0
+    for _ in range(200):
+        runtime.chunk_times.framed(0.2)
+        runtime.chunk_times.delivered(0.5)
+    send(runtime, answer_events("a", 100.0))
+    runtime.plan()
+    assert runtime.policy.p_release_s == pytest.approx(16 * 0.2 + 0.5 + 0.1, rel=0.05)
+    assert runtime.policy.p_release_s > before
+    assert runtime.policy.p_hold_s > runtime.policy.p_release_s
+    assert runtime.ranks["a1"].buffer_s == pytest.approx(1.0)  # what was sent, not what was made
+
+
+def test_without_views_the_order_is_the_hosts():
+    runtime, scheduler = engine(PACED, clock=lambda: 100.0)
+    names = [f"{name}1" for name in "qcxaz"]
+    scheduler.wait = [Request(name) for name in names]
+    send(runtime, [])
+    assert list(runtime.plan().order) == names
 
 
 def test_stale_views_fail_closed_and_a_resync_heals_them():
@@ -248,7 +357,7 @@ def test_stale_views_fail_closed_and_a_resync_heals_them():
     reply = send(runtime, answer_events("b", 98.0), first_seq=50)
     assert reply.resync
     assert reply.snapshot.stale
-    assert runtime.ranks["a1"] == (Urgency.U2, None, 0.0)
+    assert runtime.ranks["a1"][:2] == (Urgency.U2, None)
     tracker_view = list(runtime.table)
     reply = send(runtime, [], first_seq=60, views=tracker_view)
     assert not reply.resync

@@ -132,3 +132,21 @@ def test_metrics_have_base_units_and_one_set_per_registry():
         "liveserve_audio_wasted_seconds_total 1.5",
     ):
         assert line in text
+
+
+@pytest.mark.parametrize(
+    ("heard_ms", "kept"),
+    [(0, ""), (1000, "one"), (2999, "one two"), (3001, "one two"), (10_000, "one two three four")],
+)
+def test_heard_text_ends_with_a_whole_word(heard_ms, kept):
+    history = pytest.importorskip("liveserve.host.history")
+    text = "one two three four"  # 18 characters in 4.5 s: four a second
+    cut = text[: history.heard_chars(len(text), heard_ms, 4500)].rstrip()
+    assert history.whole_words(text, cut) == kept
+
+
+def test_text_without_spaces_is_cut_where_it_was_heard():
+    history = pytest.importorskip("liveserve.host.history")
+    assert history.whole_words("你好世界", "你好") == "你好"
+    assert history.whole_words("abc", "abc") == "abc"
+    assert history.heard_chars(10, 500, 0) == 0

@@ -1,4 +1,4 @@
-"""``GET /liveserve/sessions`` and ``GET /liveserve/pressure`` on the host's API server.
+"""Our routes on the host's API server: ``/liveserve/sessions``, ``pressure`` and ``switches``.
 
 Entry point of group ``vllm.endpoint_plugins`` (vllm/plugins/endpoint_plugins/interface.py); the
 host loads it where ``VLLM_PLUGINS`` names ``liveserve``, which ``liveserve serve`` sees to.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Query
+from fastapi import APIRouter, FastAPI, HTTPException, Query, Request
 
-from liveserve.config import from_env
+from liveserve.config import ConfigError, from_env
 from liveserve.events import Batch, boot_id, decode_reply, encode
 from liveserve.host.engine import METHOD
 from liveserve.plane import InteractionPlane, current_plane, engine_report
@@ -55,6 +55,21 @@ class LiveServeEndpoints:
                 return await self._plain_pressure(detail)
             plane = _plane()
             return await plane.call(plane.pressure(detail=detail, timeout_s=timeout_s))
+
+        @router.get("/switches")
+        async def switches() -> dict[str, object]:
+            """Which mechanisms are on."""
+            plane = _plane()
+            return await plane.call(plane.switches())
+
+        @router.post("/switches")
+        async def flip(request: Request) -> dict[str, object]:
+            """Flip mechanisms in every engine, e.g. ``{"pace": false}``; no restart."""
+            plane = _plane()
+            try:
+                return await plane.call(plane.switches(await request.body()))
+            except ConfigError as exc:
+                raise HTTPException(400, str(exc)) from None
 
         app.include_router(router)
 

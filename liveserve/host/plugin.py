@@ -26,6 +26,7 @@ def register() -> None:
     if versions.installed("vllm-omni") is not None:
         seam.install("the stage schedulers", _pipeline)
         seam.install("duplex sessions", lambda: _duplex(config))
+        seam.install("the conversation's history", _history)
         seam.install("the orchestrator", _orchestrator)
 
 
@@ -45,6 +46,12 @@ def _duplex(config: LiveServeConfig) -> None:
     from liveserve.host import duplex
 
     duplex.install(config)
+
+
+def _history() -> None:
+    from liveserve.host import history
+
+    history.install()
 
 
 def _orchestrator() -> None:

@@ -22,6 +22,8 @@ from liveserve.host.stages import stage_info
 from liveserve.runtime import StageRuntime
 from liveserve.scheduler.plan import Plan
 
+# Every other status waits: for a chunk, an input, a grammar, remote KV.
+_RUNNABLE = frozenset({RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED})
 # Steps under way at once; more means that the host dropped some without telling us.
 _MAX_STEPS_UNDER_WAY = 16
 
@@ -44,6 +46,9 @@ class SchedulerQueues:
             for r in self._scheduler.requests.values()
             if r.status != RequestStatus.RUNNING and not r.is_finished()
         )
+
+    def can_run(self, request: Any) -> bool:
+        return request.status in _RUNNABLE
 
     def kv_blocks(self) -> tuple[int, int]:
         pool = self._scheduler.kv_cache_manager.block_pool
