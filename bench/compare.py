@@ -81,7 +81,7 @@ _ABLATION = (
 PRESETS = {
     "ci": Preset(
         (STOCK_ARM, live_arm()),
-        {"c8": _case(8, 0.5, turns=2, answer_seconds=(6.0, 10.0, 14.0), slow_motion=3.0)},
+        {"c16": _case(16, 0.5, turns=2, answer_seconds=(8.0, 12.0, 16.0), slow_motion=2.0)},
         pairs=2,
     ),
     "load": Preset(

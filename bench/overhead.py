@@ -27,7 +27,13 @@ from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import ServerFailed, running_server
 from liveserve.bench.results import build_result, write_result
 from liveserve.bench.sessions import SessionsConfig, run_sessions
+from liveserve.config import Switches
 
+# LiveServe with every mechanism off: it carries events, ranks each request every round, and reports.
+OBSERVING = [
+    "--liveserve-config",
+    json.dumps({"switches": dict.fromkeys(Switches.__struct_fields__, False)}),
+]
 STAGES = ("thinker", "talker", "code2wav")
 # A pause longer than this between two steps means that the stage had nothing to do.
 IDLE_S = 0.005
@@ -115,9 +121,12 @@ def measure(model: Path, config: SessionsConfig, switch: str) -> dict[str, Steps
 
     with tempfile.TemporaryDirectory(prefix="liveserve-overhead-") as folder:
         record = Path(folder) / "record"
-        flags = ["--liveserve", switch, "--seed-codes", "7"]
+        flags = ["--liveserve", "off"] if switch == "off" else OBSERVING
         with running_server(
-            model, Path(folder) / "server.log", flags=flags, env={RECORD_ENV: str(record)}
+            model,
+            Path(folder) / "server.log",
+            flags=[*flags, "--seed-codes", "7"],
+            env={RECORD_ENV: str(record)},
         ) as server:
             asyncio.run(run_sessions(replace(config, url=server.url, model=server.name)))
         return {

@@ -90,6 +90,8 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
         exchange_timeout_s: an engine that takes longer to answer counts as not answering.
         switches: which mechanisms are on at the start.
         chunks: sizes of codec chunks; ``first`` and ``largest`` are the deployment's own.
+        generation_step_s: a one-shot stage (the vocoder) takes only as many chunks at a time as
+            it can do in about this long, so that an urgent one does not wait behind a large batch.
         stages: settings per stage name.
     """
 
@@ -106,6 +108,7 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
     exchange_timeout_s: Positive = 10.0
     switches: Switches = Switches()
     chunks: ChunkPolicy = ChunkPolicy()
+    generation_step_s: Positive = 0.15
     stages: dict[str, StageConfig] = {}
 
     def policy(

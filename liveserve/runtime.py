@@ -140,6 +140,7 @@ class StageRuntime:
         self._deadline_s: float | None = None
         self._by_class = ([0, 0, 0], [0, 0, 0])
         self._step_ms = 0.0
+        self.request_s = 0.0  # what a step takes per request, on average
         self._steps = 0
         self._tokens = 0
         self._tokens_per_s = 0.0
@@ -184,19 +185,16 @@ class StageRuntime:
         left_s = deadline_s - self._clock() if deadline_s is not None else 0.0
         return min(_DOZE_S, max(0.0, left_s))
 
-    def patient(self, request_ids: Iterable[str]) -> set[str]:
-        """Those that can wait for another step: a trustworthy buffer of P_release or more, and
-        they have not waited for the age limit already.
+    def can_wait(self, request_id: str) -> bool:
+        """Whether a request can sit out a step: it has a trustworthy buffer of P_release or more
+        and has not waited for the age limit already.
         """
-        now_s, policy = self._clock(), self.policy
-        found = set()
-        for request_id in request_ids:
-            buffer_s = self.ranks[request_id].buffer_s
-            if buffer_s is None or buffer_s < policy.p_release_s:
-                continue
-            if now_s - self._since.get(request_id, now_s) < policy.age_limit_s:
-                found.add(request_id)
-        return found
+        ranked, now_s = self.ranks.get(request_id), self._clock()
+        if ranked is None or ranked.buffer_s is None:
+            return False
+        waited_s = now_s - self._since.get(request_id, now_s)
+        policy = self.policy
+        return ranked.buffer_s >= policy.p_release_s and waited_s < policy.age_limit_s
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
         """The host scheduled these requests in this round."""
@@ -204,12 +202,16 @@ class StageRuntime:
         for request_id in request_ids:
             self._since[request_id] = now_s
 
-    def stepped(self, began_s: float, tokens: int) -> None:
-        """A model step that was scheduled at ``began_s`` is complete and made ``tokens``."""
+    def stepped(self, began_s: float, tokens: int, requests: int = 1) -> None:
+        """A model step that was scheduled at ``began_s`` is complete: it made ``tokens`` for
+        ``requests`` requests.
+        """
         now_s = self._clock()
         # With async scheduling steps overlap: a step's own time starts where the last one ended.
         took_ms = 1e3 * (now_s - max(began_s, self._stepped_at_s))
         self._stepped_at_s = now_s
+        each_s = 1e-3 * took_ms / max(1, requests)
+        self.request_s += (each_s - self.request_s) * (_STEP_WEIGHT if self._steps else 1.0)
         self._step_ms += (took_ms - self._step_ms) * (_STEP_WEIGHT if self._steps else 1.0)
         self._steps += 1
         self._tokens += tokens

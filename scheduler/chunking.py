@@ -35,7 +35,7 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
 
     first: int = 4
     smallest: int = 6
-    useful: int = 16
+    useful: int = 25
     largest: int = 25
     margin_s: float = 0.1
 

@@ -152,7 +152,8 @@ class LiveSteps:
             began_s = self.__dict__.get("_liveserve_steps", {}).pop(id(scheduler_output), None)
             if began_s is not None:
                 sampled = getattr(model_runner_output, "sampled_token_ids", None) or ()
-                self.liveserve.stepped(began_s, sum(map(len, sampled)))
+                requests = len(scheduler_output.num_scheduled_tokens)
+                self.liveserve.stepped(began_s, sum(map(len, sampled)), requests)
         return outputs
 
 
