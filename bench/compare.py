@@ -49,11 +49,16 @@ STOCK_ARM = Arm(STOCK, ("--liveserve", "off"))
 
 @dataclass(frozen=True)
 class Preset:
-    """What a preset runs: ``cases`` in every server, servers in turn for ``pairs`` rounds."""
+    """What a preset runs: ``cases`` in every server, servers in turn for ``pairs`` rounds.
+
+    ``fast_codes``: both servers use the one-matmul code predictor, so that less slow motion is
+    needed; the vocoder is then the bottleneck.
+    """
 
     arms: tuple[Arm, ...]
     cases: Mapping[str, SessionsConfig]
     pairs: int
+    fast_codes: bool = False
 
 
 def _case(sessions: int, p_barge_in: float, **more: Any) -> SessionsConfig:
@@ -83,6 +88,13 @@ PRESETS = {
         (STOCK_ARM, live_arm()),
         {"c16": _case(16, 0.5, turns=2, answer_seconds=(8.0, 12.0, 16.0), slow_motion=2.0)},
         pairs=2,
+        fast_codes=True,
+    ),
+    "light": Preset(
+        (STOCK_ARM, live_arm()),
+        {"c2": _case(2, 0.0, turns=3, answer_seconds=(8.0, 12.0), slow_motion=2.0)},
+        pairs=2,
+        fast_codes=True,
     ),
     "load": Preset(
         (STOCK_ARM, live_arm()),
@@ -91,8 +103,9 @@ PRESETS = {
     ),
     "barge-in": Preset(
         (STOCK_ARM, live_arm()),
-        {f"p{p}": _case(8, p, answer_seconds=(12.0, 20.0, 30.0)) for p in (0.0, 0.5, 1.0)},
+        {"p0.5": _case(12, 0.5, answer_seconds=(20.0, 30.0), slow_motion=2.0)},
         pairs=1,
+        fast_codes=True,
     ),
     "paper": Preset(
         (STOCK_ARM, live_arm()),
@@ -125,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, help="rounds A B ... (the preset's)")
     parser.add_argument("--slow-motion", type=float, metavar="K", help="for every case")
     parser.add_argument("--seed", type=int, help="of every case")
-    parser.add_argument("--fast-codes", action="store_true", help="for both servers")
+    parser.add_argument("--fast-codes", action="store_true", help="for both servers, always")
     parser.add_argument(
         "--model-dir", type=Path, default=Path(".cache/tiny-model"), help="(%(default)s)"
     )
@@ -158,6 +171,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as exc:
         print(f"liveserve bench compare: {exc}", file=sys.stderr)
         return 2
+    fast_codes = args.fast_codes or preset.fast_codes
     ensure_tiny_model(args.model_dir, console)
     runs: list[Run] = []
     columns = (
@@ -169,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
             for pair in range(pairs):
                 arms = preset.arms if pair % 2 == 0 else preset.arms[::-1]
                 for arm in arms:
-                    flags = [*arm.flags, *(["--fast-codes"] if args.fast_codes else [])]
+                    flags = [*arm.flags, *(["--fast-codes"] if fast_codes else [])]
                     log = args.logs / f"{arm.name.replace(' ', '-')}-{pair}.log"
                     progress.update(task, description=f"{arm.name}, round {pair + 1}")
                     with running_server(args.model_dir, log, flags=flags) as server:
@@ -192,7 +206,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         result_cases = [
             {
-                "params": {"arm": r.arm, "case": r.case, "pair": r.pair, **asdict(r.report.config)},
+                "params": {
+                    "arm": r.arm,
+                    "case": r.case,
+                    "pair": r.pair,
+                    "fast_codes": fast_codes,
+                    **asdict(r.report.config),
+                },
                 "metrics": r.report.metrics,
             }
             for r in runs

@@ -29,7 +29,7 @@ from liveserve.bench.results import build_result, write_result
 from liveserve.bench.sessions import SessionsConfig, run_sessions
 from liveserve.config import Switches
 
-# LiveServe with every mechanism off: it carries events, ranks each request every round, and reports.
+# LiveServe with every mechanism off: it carries events, ranks each request every round, reports.
 OBSERVING = [
     "--liveserve-config",
     json.dumps({"switches": dict.fromkeys(Switches.__struct_fields__, False)}),
