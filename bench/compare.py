@@ -25,7 +25,7 @@ from rich.table import Table
 from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import ServerFailed, running_server
 from liveserve.bench.report import save_comparison
-from liveserve.bench.results import build_result, write_result
+from liveserve.bench.result_file import build_result, write_result
 from liveserve.bench.sessions import SessionsConfig, SessionsReport, run_sessions
 
 STOCK, LIVE = "stock", "liveserve"

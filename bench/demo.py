@@ -24,7 +24,7 @@ from rich.table import Table
 from liveserve.bench.launch import Server, ServerFailed, running_server
 from liveserve.bench.records import INTERRUPTED
 from liveserve.bench.report import results_table, save_plots
-from liveserve.bench.results import build_result, write_result
+from liveserve.bench.result_file import build_result, write_result
 from liveserve.bench.sessions import SessionsConfig, SessionsReport, run_sessions
 
 _BAR = 24  # characters of the playback bar

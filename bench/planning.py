@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from liveserve.bench.results import build_result, write_result
+from liveserve.bench.result_file import build_result, write_result
 from liveserve.scheduler.plan import Budgets, Candidate, plan
 from liveserve.scheduler.policy_config import PolicyConfig
 from liveserve.scheduler.urgency import rank

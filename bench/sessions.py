@@ -29,7 +29,7 @@ from liveserve.bench.client import ClientConfig, ListenerClock, Session
 from liveserve.bench.metrics import aggregate
 from liveserve.bench.records import FAILED, ResponseRecord, SessionRecord
 from liveserve.bench.report import results_table, save_plots
-from liveserve.bench.results import build_result, write_result
+from liveserve.bench.result_file import build_result, write_result
 from liveserve.bench.server import ServerUnreachable, first_model, stage_generation_tokens
 from liveserve.bench.workload import (
     ARRIVALS,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liveserve.bench import planning
-from liveserve.bench.results import validate_result
+from liveserve.bench.result_file import validate_result
 from liveserve.scheduler.plan import Budgets, Candidate, plan
 from liveserve.scheduler.policy_config import PolicyConfig
 from liveserve.scheduler.urgency import Rank, Urgency

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from liveserve.bench.results import build_result, validate_result, write_result
+from liveserve.bench.result_file import build_result, validate_result, write_result
 
 CASES = [{"params": {"slow_motion": 4}, "metrics": {"ttfp_p90_s": 0.5, "rtf_p50": None}}]
 RATIOS = {"ttfp_p90_speedup": {"value": 1.5, "low": 1.4, "high": 1.7, "better": "higher"}}

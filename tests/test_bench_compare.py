@@ -1,0 +1,54 @@
+"""Ratios of a comparison on runs with known figures, and its presets."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from liveserve.bench.compare import PRESETS, STOCK, Run, compare
+
+
+def made(arm: str, pair: int, **metrics: float) -> Run:
+    defaults = {
+        "ttfp_p50_s": 1.0,
+        "ttfp_p90_s": 2.0,
+        "completed_turns_per_s": 1.0,
+        "continuity_fraction": 0.5,
+        "waste_fraction": 0.3,
+    }
+    return Run(arm, "c", pair, SimpleNamespace(metrics=defaults | metrics))
+
+
+def test_ratios_are_formed_inside_a_pair_and_carry_their_spread():
+    runs = [
+        made(STOCK, 0, ttfp_p90_s=3.0),
+        made("liveserve", 0, ttfp_p90_s=1.0, continuity_fraction=0.9, waste_fraction=0.05),
+        made(STOCK, 1, ttfp_p90_s=2.0),
+        made("liveserve", 1, ttfp_p90_s=2.0, continuity_fraction=0.8, waste_fraction=0.07),
+    ]
+    found = compare(runs, ["liveserve"])
+    speedup = found["ttfp_p90_speedup"]
+    assert (speedup["value"], speedup["low"], speedup["high"]) == (2.0, 1.0, 3.0)
+    assert found["continuity_delta_pp"]["value"] == pytest.approx(35.0)
+    assert found["waste_stock_fraction"]["value"] == 0.3
+    assert found["waste_ours_fraction"]["value"] == pytest.approx(0.06)
+    assert found["throughput_ratio"]["value"] == 1.0
+
+
+def test_a_run_without_a_figure_gives_no_ratio():
+    runs = [made(STOCK, 0), made("liveserve", 0, ttfp_p90_s=None, continuity_fraction=None)]
+    found = compare(runs, ["liveserve"])
+    assert "ttfp_p90_speedup" not in found
+    assert "continuity_delta_pp" not in found
+    assert "ttfp_p50_speedup" in found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_valid_and_both_servers_get_the_same_users(name):
+    preset = PRESETS[name]
+    assert preset.arms[0].name == STOCK
+    assert len({arm.name for arm in preset.arms}) == len(preset.arms)
+    for case in preset.cases.values():
+        case.validate()
+        assert case.slow_motion > 1
