@@ -121,7 +121,7 @@ runtime._session_of = session_named
 runtime.info = dataclasses.replace(runtime.info, token_s=0.5)
 runtime.config = LiveServeConfig(stages={"llm": StageConfig(
     p_safe_s=0.5, p_release_s=1.0, p_hold_s=2.0, age_limit_s=60.0, pace=True)})
-runtime.policy = runtime.config.policy("llm", runtime.switches)
+runtime._set_policy()
 now = time.monotonic()
 tell(llm, session("a", now, routed=0.5), seq=[0])
 add(llm, "a", PROMPTS[0], 60)

@@ -49,7 +49,7 @@ class LiveGenerationScheduler(LiveSteps, OmniGenerationScheduler, LiveRound):
         loaded = getattr(adapter, "_finished_load_reqs", None)
         if ready is None or loaded is None:
             return []
-        ids = [name for name in live.ranks if name in ready or name in loaded]
+        ids = {name for name in live.ranks if name in ready or name in loaded}
         urgent = {name for name in ids if live.ranks[name].urgency is not Urgency.U2}
         running = {request.request_id for request in self.running}
         # New requests are not set aside; they take their share of the step.
