@@ -186,15 +186,16 @@ class StageRuntime:
         return min(_DOZE_S, max(0.0, left_s))
 
     def can_wait(self, request_id: str) -> bool:
-        """Whether a request can sit out a step: it has a trustworthy buffer of P_release or more
-        and has not waited for the age limit already.
+        """Whether a request can sit out a step of a one-shot stage: it has a trustworthy buffer
+        that is safe after it, and has not waited for the age limit already.
         """
         ranked, now_s = self.ranks.get(request_id), self._clock()
         if ranked is None or ranked.buffer_s is None:
             return False
         waited_s = now_s - self._since.get(request_id, now_s)
         policy = self.policy
-        return ranked.buffer_s >= policy.p_release_s and waited_s < policy.age_limit_s
+        safe_s = policy.p_safe_s + self.config.generation_step_s
+        return ranked.buffer_s >= safe_s and waited_s < policy.age_limit_s
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
         """The host scheduled these requests in this round."""

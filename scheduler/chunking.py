@@ -30,14 +30,15 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
             for each, so tiny chunks cost more than they help.
         useful: a paced request is let go on in time to make this many before the buffer is thin.
         largest: no chunk is larger: the vocoder's efficient size.
-        margin_s: spare wall seconds for routing and jitter.
+        margin_s: wall seconds by which a chunk comes before it must. More than the vocoder's
+            P_safe, else every chunk reaches it as a near-underrun and first audio waits behind.
     """
 
     first: int = 4
     smallest: int = 6
     useful: int = 25
     largest: int = 25
-    margin_s: float = 0.1
+    margin_s: float = 0.6
 
 
 class ChunkTimes:

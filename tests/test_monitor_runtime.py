@@ -298,7 +298,7 @@ def test_a_request_that_waits_for_input_is_not_overdue_when_it_comes():
 def test_who_can_wait_has_buffer_and_has_not_waited_long():
     now = [100.0]
     runtime, scheduler = engine(PACED, clock=lambda: now[0])
-    scheduler.run = [Request("a1", 100), Request("b1", 10)]
+    scheduler.run = [Request("a1", 100), Request("b1", 5)]
     send(runtime, answer_events("a", 100.0, 9.0) + answer_events("b", 100.0))
     runtime.plan()
     assert runtime.can_wait("a1")
@@ -336,7 +336,7 @@ def test_holds_follow_the_measured_chunk_time():
         runtime.chunk_times.delivered(0.5)
     send(runtime, answer_events("a", 100.0))
     runtime.plan()
-    assert runtime.policy.p_release_s == pytest.approx(25 * 0.2 + 0.5 + 0.1, rel=0.05)
+    assert runtime.policy.p_release_s == pytest.approx(25 * 0.2 + 0.5 + 0.6, rel=0.05)
     assert runtime.policy.p_release_s > before
     assert runtime.policy.p_hold_s > runtime.policy.p_release_s
     assert runtime.ranks["a1"].buffer_s == pytest.approx(1.0)  # what was sent, not what was made
