@@ -19,7 +19,6 @@ from liveserve.events import (
     COALESCED,
     Batch,
     Event,
-    PressureSnapshot,
     Reply,
     boot_id,
     decode_reply,
@@ -143,10 +142,6 @@ class Monitor:
         for link in self.links.values():
             link.tried_at_s = float("-inf")
         self._wake.set()
-
-    def snapshots(self) -> dict[EngineKey, PressureSnapshot]:
-        """The newest snapshot of every engine that has answered."""
-        return {key: link.reply.snapshot for key, link in self.links.items() if link.reply}
 
     async def run(self, stop: asyncio.Event) -> None:
         """Flush and ask for pressure until ``stop`` is set. Never raises but on cancellation."""
