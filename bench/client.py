@@ -293,7 +293,7 @@ class Session:
             elif target_s is not None and player.position_s(now_s) >= target_s:
                 current.record.barge_in_s = now_s
                 self._interrupting = current
-                if self._cfg.barge_in == "event":
+                if self._cfg.barge_in == "event" or turn.index == len(self._plan.turns) - 1:
                     await self._send({"type": "barge_in"})
                     player.stop(clock.now_s())
                     await self._ack(current)

@@ -32,12 +32,15 @@ def aggregate(
     max_gap_s: float = 0.1,
     ttfp_slo_s: float | None = None,
     stage_tokens: Mapping[str, float] | None = None,
+    stage_made: Mapping[str, Mapping[str, float]] | None = None,
     codec_frame_rate_hz: float = 12.5,
 ) -> dict[str, object]:
     """All metrics of one run.
 
     ``span_s``: from the first session's start to the last one's end. ``stage_tokens``: tokens that
     each stage generated meanwhile, from the server's own counters (None: it gives none).
+    ``stage_made``: what each stage made and wasted in responses that ended, where the server tells
+    (`liveserve.session.StageTotals`).
 
     A turn counts as served when its answer was heard to its end or up to the user's own barge-in.
     *Continuity* is the share of the answers that began to play in which no single gap was longer
@@ -99,7 +102,42 @@ def aggregate(
     if ttfp_slo_s is not None:
         metrics["ttfp_slo_fraction"] = _ratio(len(on_time), len(played))
     metrics |= _token_metrics(responses, stage_tokens or {}, codec_frame_rate_hz)
+    metrics |= _stage_waste(responses, stage_made or {}, codec_frame_rate_hz)
     return metrics
+
+
+def _stage_waste(
+    responses: Sequence[ResponseRecord],
+    stage_made: Mapping[str, Mapping[str, float]],
+    codec_frame_rate_hz: float,
+) -> dict[str, object]:
+    """``stage_waste``: tokens and seconds of speech that each stage made, and what of them nobody
+    heard. ``stage_waste_source``: "server" has all of it; "client" only what reached the client.
+    """
+    made: dict[str, dict[str, float | None]] = {
+        stage: dict(amounts) for stage, amounts in stage_made.items()
+    }
+    if not made:
+        routed_s = sum(r.routed_s for r in responses)
+        lost_s = routed_s - sum(r.heard_s for r in responses)
+        text = sum(r.text_deltas for r in responses)
+        text_lost = sum(
+            r.text_deltas * (1 - r.heard_s / r.routed_s if r.routed_s else 1.0) for r in responses
+        )
+        for stage, tokens, lost in (
+            ("thinker", text, text_lost),
+            ("talker", routed_s * codec_frame_rate_hz, lost_s * codec_frame_rate_hz),
+            ("code2wav", 0.0, 0.0),
+        ):
+            made[stage] = {
+                "made_tokens": tokens,
+                "wasted_tokens": lost,
+                "made_s": routed_s,
+                "wasted_s": lost_s,
+            }
+    for amounts in made.values():
+        amounts["waste_fraction"] = _ratio(amounts["wasted_s"] or 0.0, amounts["made_s"] or 0.0)
+    return {"stage_waste": made, "stage_waste_source": "server" if stage_made else "client"}
 
 
 def _token_metrics(

@@ -61,6 +61,12 @@ def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         audio = f"{metrics['generated_s']:.1f} s generated, " + audio
         waste += f", {_percent(metrics['generated_waste_fraction'])} of generated"
     rows += [("audio", audio), ("waste", waste)]
+    by_stage = [
+        f"{stage} {_percent(made['waste_fraction'])} ({made['wasted_s']:.1f} s, "
+        f"{made['wasted_tokens']:.0f} tokens)"
+        for stage, made in metrics["stage_waste"].items()
+    ]
+    rows.append((f"waste, as the {metrics['stage_waste_source']} sees it", "; ".join(by_stage)))
     for kind in ("text", "codec"):
         counts = [f"{metrics[f'{kind}_tokens_{what}']:.0f} {what}" for what in ("routed", "heard")]
         if f"{kind}_tokens_generated" in metrics:

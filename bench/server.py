@@ -42,6 +42,19 @@ async def stage_generation_tokens(http: aiohttp.ClientSession, url: str) -> dict
         return {}
 
 
+async def stage_totals(http: aiohttp.ClientSession, url: str) -> dict[str, dict[str, float]]:
+    """What each stage of a LiveServe server made and wasted in responses that ended, so far; empty
+    for any other server.
+    """
+    try:
+        address = url.rstrip("/") + "/liveserve/sessions"
+        async with http.get(address, timeout=aiohttp.ClientTimeout(total=10)) as response:
+            response.raise_for_status()
+            return dict((await response.json())["totals"]["stages"])
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError, TypeError):
+        return {}
+
+
 def parse_stage_tokens(exposition: str) -> dict[str, float]:
     """Per-stage sums of ``GENERATION_TOKENS`` in a Prometheus text exposition."""
     totals: dict[str, float] = {}

@@ -30,7 +30,12 @@ from liveserve.bench.metrics import aggregate
 from liveserve.bench.records import FAILED, ResponseRecord, SessionRecord
 from liveserve.bench.report import results_table, save_plots
 from liveserve.bench.result_file import build_result, write_result
-from liveserve.bench.server import ServerUnreachable, first_model, stage_generation_tokens
+from liveserve.bench.server import (
+    ServerUnreachable,
+    first_model,
+    stage_generation_tokens,
+    stage_totals,
+)
 from liveserve.bench.workload import (
     ARRIVALS,
     ASSETS,
@@ -61,6 +66,7 @@ class SessionsConfig:
     duration: float | None = None
     warmup: int = 1
     p_barge_in: float = 0.0
+    barge_in_between: tuple[float, ...] = (0.1, 0.9)
     barge_in: str = "speech"
     end_of_speech: str = "vad"
     reply_gap: float = 1.5
@@ -95,6 +101,12 @@ class SessionsConfig:
         _require(
             0 <= self.p_barge_in <= 1, "p-barge-in", self.p_barge_in, "a probability is 0 to 1"
         )
+        _require(
+            len(self.barge_in_between) == 2
+            and 0 <= self.barge_in_between[0] <= self.barge_in_between[1] <= 1,
+            "barge-in-between", self.barge_in_between,
+            "give two shares of the answer in order, like 0.1,0.9",
+        )  # fmt: skip
         _require(self.warmup >= 0, "warmup", self.warmup, "use a whole number from 0")
         for name in ("rate", "burst_shape", "slow_motion", "max_gap_ms", "timeout"):
             _positive(name, getattr(self, name))
@@ -124,6 +136,7 @@ class SessionsConfig:
             turns=self.turns,
             answer_choices_s=self.answer_seconds,
             p_barge_in=self.p_barge_in,
+            barge_in_between=(self.barge_in_between[0], self.barge_in_between[1]),
             reply_gap_mean_s=self.reply_gap,
             reply_gap_cv=self.reply_gap_cv,
             utterances=utterances,
@@ -155,6 +168,7 @@ class SessionsReport:
     responses: list[ResponseRecord]
     sessions: list[SessionRecord]
     stage_tokens: dict[str, float] = field(default_factory=dict)
+    stage_made: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def span_s(self) -> float:
@@ -172,6 +186,7 @@ class SessionsReport:
             max_gap_s=self.config.max_gap_ms / 1000,
             ttfp_slo_s=self.config.ttfp_slo,
             stage_tokens=self.stage_tokens,
+            stage_made=self.stage_made,
             codec_frame_rate_hz=self.config.codec_frame_rate,
         )
 
@@ -217,14 +232,20 @@ async def run_sessions(
         for _ in range(cfg.warmup):
             await _warm_up(cfg, utterances, http)
         tokens_before = await stage_generation_tokens(http, cfg.url)
+        made_before = await stage_totals(http, cfg.url)
         crowd = _Crowd(cfg, utterances, http, on_progress)
         await crowd.run()
         tokens_after = await stage_generation_tokens(http, cfg.url)
+        made_after = await stage_totals(http, cfg.url)
     return SessionsReport(
         cfg,
         sorted(crowd.responses, key=lambda r: (r.session, r.turn)),
         sorted(crowd.sessions, key=lambda s: s.index),
         {stage: n - tokens_before.get(stage, 0.0) for stage, n in tokens_after.items()},
+        {
+            stage: {name: n - made_before.get(stage, {}).get(name, 0.0) for name, n in made.items()}
+            for stage, made in made_after.items()
+        },
     )
 
 
@@ -396,6 +417,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     users.add_argument(
         "--p-barge-in", type=float, default=d.p_barge_in, help="chance to interrupt an answer (0)"
+    )
+    users.add_argument(
+        "--barge-in-between",
+        type=_seconds_list,
+        default=d.barge_in_between,
+        metavar="LOW,HIGH",
+        help="how much of an answer is heard when it is interrupted, as shares, drawn evenly "
+        "(0.1,0.9)",
     )
     users.add_argument(
         "--barge-in",

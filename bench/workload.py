@@ -62,7 +62,8 @@ class TurnPlan:
     """One turn of a user, in listener seconds.
 
     ``barge_in_fraction``: the user speaks again once this share of the planned answer was heard
-    (that speech is the next turn's utterance); None: the answer is heard to its end.
+    (that speech is the next turn's utterance; at the last turn the user leaves); None: the answer
+    is heard to its end.
     ``reply_gap_s``: silence between the end of this answer and the next utterance.
     """
 
@@ -82,14 +83,15 @@ class SessionPlan:
 class WorkloadConfig:
     """The distributions. Times are listener seconds.
 
-    Reply gaps are log-normal with the given mean and coefficient of variation. The last answer of a
-    session is never interrupted: nothing would follow it.
+    Reply gaps are log-normal with the given mean and coefficient of variation. A user interrupts
+    once a share of the answer was heard that is drawn evenly from ``barge_in_between``.
     """
 
     seed: int = 0
     turns: int = 3
     answer_choices_s: tuple[float, ...] = (10.0, 20.0, 40.0)
     p_barge_in: float = 0.0
+    barge_in_between: tuple[float, float] = (0.1, 0.9)
     reply_gap_mean_s: float = 1.5
     reply_gap_cv: float = 0.5
     utterances: int = 1
@@ -100,17 +102,16 @@ def plan_session(cfg: WorkloadConfig, index: int) -> SessionPlan:
     rng = np.random.default_rng(np.random.SeedSequence(cfg.seed, spawn_key=(1, index)))
     sigma = math.sqrt(math.log1p(cfg.reply_gap_cv**2))
     turns = []
-    for turn in range(cfg.turns):
+    for _turn in range(cfg.turns):
         # Every draw is made whether or not it is used, so that changing one probability leaves
         # the other draws as they were.
         utterance = int(rng.integers(cfg.utterances))
         answer_s = float(rng.choice(cfg.answer_choices_s))
-        barge_in, fraction = bool(rng.random() < cfg.p_barge_in), float(rng.uniform(0.1, 0.9))
+        barge_in, fraction = bool(rng.random() < cfg.p_barge_in), float(rng.random())
         gap_s = cfg.reply_gap_mean_s * math.exp(sigma * rng.standard_normal() - sigma**2 / 2)
-        last = turn == cfg.turns - 1
-        turns.append(
-            TurnPlan(utterance, answer_s, fraction if barge_in and not last else None, gap_s)
-        )
+        low, high = cfg.barge_in_between
+        fraction = low + (high - low) * fraction
+        turns.append(TurnPlan(utterance, answer_s, fraction if barge_in else None, gap_s))
     return SessionPlan(index, tuple(turns))
 
 

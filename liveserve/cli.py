@@ -17,10 +17,14 @@ _COMMANDS = {
     ),
 }
 _BENCHES = {
+    "calibrate": ("liveserve.bench.calibrate", "measure this GPU's copy methods for the chooser"),
     "compare": ("liveserve.bench.compare", "the stock host against LiveServe, side by side"),
+    "eviction": ("liveserve.bench.eviction", "what evicting costs, and what a policy is worth"),
     "overhead": ("liveserve.bench.overhead", "step times with LiveServe watching against stock"),
     "planning": ("liveserve.bench.planning", "the cost of one planning round"),
+    "reload": ("liveserve.bench.reload", "a session's KV back from memory: what a turn waits for"),
     "sessions": ("liveserve.bench.sessions", "voice sessions against a running server"),
+    "transfer": ("liveserve.bench.transfer", "how fast blocks move, and what it costs decoding"),
 }
 
 

@@ -19,9 +19,11 @@ from liveserve.scheduler.policy_config import PolicyConfig
 ENV_SWITCH = "LIVESERVE"
 ENV_CONFIG = "LIVESERVE_CONFIG"
 
-# Stages that hold requests by default. A thinker is not one: a talker takes a text token per codec
-# frame, so text that is seconds ahead of the speech may be the token it waits for.
+# Stages that hold requests that are far ahead of the listener. A thinker is not one: a talker takes
+# a text token per codec frame, so text that is seconds ahead of the speech may be the token it
+# waits for. It only lets first audio pass: it holds others while a session waits for that.
 PACED_STAGES = frozenset({"talker"})
+YIELDING_STAGES = frozenset({"thinker"})
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -62,6 +64,13 @@ class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunking: codec chunks follow the listener's buffer instead of the host's fixed sizes.
         history: an interrupted answer stays in the conversation up to where it was heard. Off:
             Qwen3-Omni keeps all of it or nothing.
+        reserve: KV is reserved ahead in autoregressive omni stages. Off: the host preempts, which
+            loses audio or ends the stage.
+        false_alarm: speech over an answer interrupts it only once it has lasted
+            ``false_alarm_ms``. Off: as soon as the VAD hears it.
+        lookahead: a stage looks for its requests' next inputs right before it schedules, so that
+            they run in every step. Off: in every other one.
+        unheard: KV blocks of what an interrupted answer did not get to say are freed first.
     """
 
     order: bool = True
@@ -69,6 +78,10 @@ class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     utility: bool = True
     chunking: bool = True
     history: bool = True
+    reserve: bool = True
+    false_alarm: bool = True
+    unheard: bool = True
+    lookahead: bool = True
 
 
 class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -85,6 +98,13 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
         max_sessions: sessions that are tracked; older idle ones are forgotten first.
         ack_tolerance_ms: an ack may be this far ahead of the routed audio or behind an earlier
             ack before it is refused.
+        false_alarm_ms: speech over an answer interrupts it once this much of it was voiced; less
+            is a false alarm (a cough, a click, a blip of the VAD), and the answer goes on as if
+            nothing had been. 0: interrupt as soon as the VAD hears speech, as the host does. A
+            session may say otherwise (``extra_body.liveserve.false_alarm_ms``). The default lets
+            pass what is shorter than any word that interrupts; it costs a real barge-in what it is
+            longer than the VAD's own minimum (96 ms), less than a reaction time, while a false one
+            costs a whole answer.
         max_events_per_s: sustained client events per connection; more are refused.
         max_event_burst: client events that one connection may send at once.
         exchange_timeout_s: an engine that takes longer to answer counts as not answering.
@@ -103,6 +123,7 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
     outbox_capacity: Count = 2048
     max_sessions: Count = 4096
     ack_tolerance_ms: NonNegative = 250.0
+    false_alarm_ms: NonNegative = 250.0
     max_events_per_s: Positive = 500.0
     max_event_burst: Count = 2000
     exchange_timeout_s: Positive = 10.0
@@ -112,25 +133,33 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
     stages: dict[str, StageConfig] = {}
 
     def policy(
-        self, stage: str, switches: Switches, chunk_time_s: float | None = None
+        self,
+        stage: str,
+        switches: Switches,
+        chunk_time_s: float | None = None,
+        *,
+        tight: bool = False,
     ) -> PolicyConfig:
         """The planning policy of ``stage`` with ``switches``.
 
         Where the buffers at which holds end and begin are not set, they follow
         ``chunk_time_s``: the measured wall seconds from letting a request go on until the
-        listener has its next chunk.
+        listener has its next chunk. ``tight``: holds begin hardly above where they end, because
+            somebody waits for what they free; otherwise twice as high, so that there is something
+            to live on when somebody does.
 
         Raises:
             ConfigError: the stage's settings contradict one another; names the field.
         """
         given = self.stages.get(stage) or StageConfig()
         changes = {k: v for k, v in msgspec.structs.asdict(given).items() if v is not None}
-        pace = changes.pop("pace", stage in PACED_STAGES)
+        paced = PACED_STAGES | YIELDING_STAGES if tight else PACED_STAGES
+        pace = changes.pop("pace", stage in paced)
         base = PolicyConfig()
         safe_s = changes.get("p_safe_s", base.p_safe_s)
         wanted_s = chunk_time_s if chunk_time_s is not None else base.p_release_s
         release_s = changes.setdefault("p_release_s", max(safe_s, wanted_s))
-        changes.setdefault("p_hold_s", max(1.2 * release_s, release_s + 0.1))
+        changes.setdefault("p_hold_s", max((1.2 if tight else 2.0) * release_s, release_s + 0.1))
         try:
             return PolicyConfig(
                 **changes,

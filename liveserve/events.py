@@ -114,6 +114,7 @@ class PressureSnapshot(msgspec.Struct):
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     kv_block_bytes: int = 0
+    unheard_blocks_total: int = 0
     tokens_per_s: float = 0.0
     tokens_total: int = 0
     step_ms: float = 0.0

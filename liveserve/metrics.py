@@ -7,6 +7,7 @@ the gauges. Names follow Prometheus' rules: base units, ``_total`` for counters.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -14,7 +15,7 @@ from liveserve.events import Event, PressureSnapshot
 from liveserve.monitor import EngineKey
 from liveserve.scheduler.urgency import Urgency
 from liveserve.scheduler.views import Phase, SessionView
-from liveserve.session import Totals
+from liveserve.session import StageTotals, Totals
 
 _STAGE = ("stage", "replica")
 
@@ -39,12 +40,29 @@ class Metrics:
                 ("wasted", "handed to clients and never heard"),
             )
         }
+        self.stages = {
+            name: self._counter(f"stage_{name}", text, ("stage",))
+            for name, text in (
+                ("made_tokens", "Tokens a stage made for responses that ended"),
+                ("wasted_tokens", "Tokens of those whose speech nobody heard"),
+                ("made_seconds", "Seconds of speech a stage made for responses that ended"),
+                ("wasted_seconds", "Seconds of those that nobody heard"),
+            )
+        }
+        self.false_alarms = self._counter(
+            "false_alarms", "Times that speech over an answer was too short to interrupt it"
+        )
         self.live = self._gauge("sessions", "Live sessions", ("phase",))
         self.requests = self._gauge(
             "requests", "Requests in an engine", (*_STAGE, "state", "urgency")
         )
         self.kv_used = self._gauge("kv_blocks_used", "KV cache blocks in use", _STAGE)
         self.kv_total = self._gauge("kv_blocks", "KV cache blocks in all", _STAGE)
+        self.unheard = self._gauge(
+            "unheard_kv_blocks",
+            "KV cache blocks freed first because a barge-in left them unheard, so far",
+            _STAGE,
+        )
         self.token_rate = self._gauge(
             "generation_tokens_per_second", "Tokens an engine makes per second", _STAGE
         )
@@ -81,6 +99,7 @@ class Metrics:
         for gauge, value in (
             (self.kv_used, snapshot.kv_blocks_used),
             (self.kv_total, snapshot.kv_blocks_total),
+            (self.unheard, snapshot.unheard_blocks_total),
             (self.token_rate, snapshot.tokens_per_s),
             (self.step, snapshot.step_ms / 1e3),
             (self.round, snapshot.round_us / 1e6),
@@ -103,6 +122,14 @@ class Metrics:
             if grown > 0:
                 counter.inc(grown)
                 setattr(self._counted, f"{name}_s", getattr(totals, f"{name}_s"))
+        self.false_alarms.inc(totals.false_alarms - self._counted.false_alarms)
+        self._counted.false_alarms = totals.false_alarms
+        for stage, made in totals.stages.items():
+            counted = self._counted.stages.get(stage, StageTotals())
+            for name, counter in self.stages.items():
+                field = name.replace("seconds", "s")
+                counter.labels(stage).inc(getattr(made, field) - getattr(counted, field))
+            self._counted.stages[stage] = replace(made)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return self._get(Counter, name, text, labels)

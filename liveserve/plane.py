@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from liveserve.config import LiveServeConfig, change_switches
@@ -102,6 +103,8 @@ class InteractionPlane:
                 "audio_wasted_s": totals.wasted_s,
                 "barge_ins": totals.barge_ins,
                 "responses": totals.responses,
+                "false_alarms": totals.false_alarms,
+                "stages": {name: asdict(made) for name, made in totals.stages.items()},
                 "events": totals.events,
             },
         }
@@ -114,11 +117,14 @@ class InteractionPlane:
         engines = []
         for (stage_id, replica_id), link in sorted(self.monitor.links.items()):
             reply = fresh.get((stage_id, replica_id)) or (None if detail else link.reply)
+            made = self.tracker.totals.stages.get(reply.snapshot.stage) if reply else None
             engines.append(
                 engine_report(stage_id, replica_id, reply, detail=detail)
                 | {
                     "age_s": self.now_s() - link.replied_at_s if link.reply else None,
                     "link": to_builtins(link.stats),
+                    # of the stage: which of its replicas made what is not told apart
+                    "ended": asdict(made) if made else None,
                 }
             )
         return {"engines": engines}

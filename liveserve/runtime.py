@@ -9,14 +9,18 @@ without a plan requests keep the host's order.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from liveserve.config import LiveServeConfig, Switches
 from liveserve.events import (
     Batch,
+    Event,
     EventKind,
     PressureSnapshot,
     Reply,
@@ -37,10 +41,15 @@ logger = logging.getLogger("vllm.liveserve")
 
 # Weight of the newest step in the averages of step time and token rate.
 _STEP_WEIGHT = 0.1
-# Longest sleep of an engine in which everything is held.
+# Longest sleep of an engine whose requests are held: where something else than a message may happen
+# meanwhile, and where nothing can.
 _DOZE_S = 0.005
+_SLEEP_S = 0.25
 # Weight of the newest response in the share of responses that users interrupt.
 _BARGE_IN_WEIGHT = 0.05
+# That share while nothing is known. Low enough to be forgotten after some thirty responses that
+# were heard to their end.
+_BARGE_IN_PRIOR = 0.1
 # The host budgets tokens and blocks itself; the plan gives it the order and the holds.
 _NO_BUDGETS = Budgets(1 << 60, None, None)
 # Rows of requests and of sessions in a detailed reply.
@@ -82,6 +91,7 @@ class StageInfo:
         token_s: seconds of audio per output token (1 / frame rate for the talker); None where a
             token has no fixed length (thinker: the session's pace counts).
         routes_audio: its output is what the listener hears (code2wav).
+        may_hold: a running request can sit out a step and lose nothing.
     """
 
     stage_id: int
@@ -89,6 +99,20 @@ class StageInfo:
     token_s: float | None = None
     routes_audio: bool = False
     kv_block_bytes: int = 0
+    may_hold: bool = True
+
+
+@dataclass(slots=True)
+class _Known(Candidate):
+    """A request of this engine, kept from round to round and refreshed in each.
+
+    ``since_s`` is infinite while it cannot run. ``made_s``: what this stage made for it, in
+    seconds of audio.
+    """
+
+    session_id: str
+    arrival_s: float
+    made_s: float = 0.0
 
 
 _current: StageRuntime | None = None
@@ -119,28 +143,33 @@ class StageRuntime:
         self.ranks: dict[str, Rank] = {}
         self.errors = 0
         self.switches = config.switches
-        self.policy = config.policy(info.name, config.switches)
         self.held: frozenset[str] = frozenset()
-        self.barge_in_rate = 0.0
+        self.barge_in_rate = _BARGE_IN_PRIOR
         # Per request: seconds of audio that have left the stage, where that is less than what was
         # made (codec frames that wait to travel together). Set by the chunking seam.
         self.sent_s: dict[str, float] = {}
         self.chunk_times = ChunkTimes()
+        # Told of every event before it changes its session's view (`liveserve.host.unheard`).
+        self.on_event: Callable[[Event], None] | None = None
+        # Sleeps for that many seconds or until the engine has a message. Set by the engine's seam.
+        self.wait_for_message: Callable[[float], None] | None = None
+        self.unheard_blocks = 0
         self._chunk_time_s: float | None = None
-        # While somebody waits for first audio here, others go on only for their next small chunk.
-        self._u1_policy = self.policy
+        self._set_policy()
+        self._unheard: bool | None = None  # whether somebody does; None: not known, ask the views
         self._queues = queues
         self._session_of = session_of
         self._clock = clock
         self._boot = boot_id()
         self._offset_s: float | None = None
-        self._arrivals: dict[str, tuple[str, float]] = {}
-        self._since: dict[str, float] = {}
+        self._known: dict[str, _Known] = {}
+        self._candidates: list[Candidate] = []  # those of them that can run
+        self._budgets = _NO_BUDGETS
         self._holds = 0
         self._deadline_s: float | None = None
         self._by_class = ([0, 0, 0], [0, 0, 0])
         self._step_ms = 0.0
-        self.request_s = 0.0  # what a step takes per request, on average
+        self.token_s = 0.0  # what a step takes per padded token, on average
         self._steps = 0
         self._tokens = 0
         self._tokens_per_s = 0.0
@@ -157,13 +186,13 @@ class StageRuntime:
             self._round(self._clock())
         except Exception:
             self._failed("round")
-            self.ranks = {}
+            self.ranks, self._candidates = {}, []
         self._round_us += _STEP_WEIGHT * (1e6 * (time.perf_counter() - started) - self._round_us)
 
     def plan(self) -> Plan | None:
-        """Order and holds of this round, or None where the host's own order stands."""
+        """Order and holds of the round just made, or None where the host's own order stands."""
         self._follow_chunk_time()
-        policy = self.policy
+        policy = self._tight_policy
         if self.ring.stale or not (policy.order or policy.pace) or not self.ranks:
             self.held = frozenset()
             return None
@@ -177,42 +206,56 @@ class StageRuntime:
         self.held, self._deadline_s = made.held, made.next_deadline_s
         return made
 
-    def doze_s(self) -> float:
-        """How long an engine with nothing but held requests may sleep: until the first may run
-        again, but briefly, since a chunk or an abort may arrive meanwhile.
+    def doze(self, only_held: bool) -> None:
+        """Sleep until the first held request may run again.
+
+        Args:
+            only_held: until then only a message can change anything; the sleep ends with it. Else,
+                and where messages cannot end it, it is short.
         """
-        deadline_s = self._deadline_s
-        left_s = deadline_s - self._clock() if deadline_s is not None else 0.0
-        return min(_DOZE_S, max(0.0, left_s))
+        left_s = self._deadline_s - self._clock() if self._deadline_s is not None else 0.0
+        if left_s <= 0.0:
+            return
+        if only_held and self.wait_for_message is not None:
+            self.wait_for_message(min(_SLEEP_S, left_s))
+        else:
+            self.nap(left_s)
+
+    @staticmethod
+    def nap(seconds: float) -> None:
+        """A short sleep, of ``seconds`` at most."""
+        time.sleep(min(_DOZE_S, seconds))
 
     def can_wait(self, request_id: str) -> bool:
         """Whether a request can sit out a step of a one-shot stage: it has a trustworthy buffer
         that is safe after it, and has not waited for the age limit already.
         """
-        ranked, now_s = self.ranks.get(request_id), self._clock()
-        if ranked is None or ranked.buffer_s is None:
+        known = self._known.get(request_id)
+        if known is None or known.rank.buffer_s is None or request_id not in self.ranks:
             return False
-        waited_s = now_s - self._since.get(request_id, now_s)
+        waited_s = self._clock() - known.since_s
         policy = self.policy
         safe_s = policy.p_safe_s + self.config.generation_step_s
-        return ranked.buffer_s >= safe_s and waited_s < policy.age_limit_s
+        return known.rank.buffer_s >= safe_s and waited_s < policy.age_limit_s
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
         """The host scheduled these requests in this round."""
         now_s = self._clock()
         for request_id in request_ids:
-            self._since[request_id] = now_s
+            known = self._known.get(request_id)
+            if known is not None:
+                known.since_s = now_s
 
-    def stepped(self, began_s: float, tokens: int, requests: int = 1) -> None:
-        """A model step that was scheduled at ``began_s`` is complete: it made ``tokens`` for
-        ``requests`` requests.
+    def stepped(self, began_s: float, tokens: int, padded: int = 1) -> None:
+        """A model step that was scheduled at ``began_s`` is complete: it made ``tokens``, and took
+        in ``padded`` tokens if every request counts as much as the longest.
         """
         now_s = self._clock()
         # With async scheduling steps overlap: a step's own time starts where the last one ended.
         took_ms = 1e3 * (now_s - max(began_s, self._stepped_at_s))
         self._stepped_at_s = now_s
-        each_s = 1e-3 * took_ms / max(1, requests)
-        self.request_s += (each_s - self.request_s) * (_STEP_WEIGHT if self._steps else 1.0)
+        each_s = 1e-3 * took_ms / max(1, padded)
+        self.token_s += (each_s - self.token_s) * (_STEP_WEIGHT if self._steps else 1.0)
         self._step_ms += (took_ms - self._step_ms) * (_STEP_WEIGHT if self._steps else 1.0)
         self._steps += 1
         self._tokens += tokens
@@ -261,6 +304,7 @@ class StageRuntime:
             kv_blocks_used=used,
             kv_blocks_total=total,
             kv_block_bytes=self.info.kv_block_bytes,
+            unheard_blocks_total=self.unheard_blocks,
             tokens_per_s=self._tokens_per_s,
             tokens_total=self._tokens,
             step_ms=self._step_ms,
@@ -300,6 +344,7 @@ class StageRuntime:
                 view.shift(offset_s)
             self.ring.resync(batch.first_seq)
             self.table.load(batch.views)
+            self._unheard = None
         events = batch.events
         if offset_s:
             events = [
@@ -317,32 +362,79 @@ class StageRuntime:
 
     def _round(self, now_s: float) -> None:
         for event in self.ring.drain():
+            if self.on_event is not None:
+                self.on_event(event)
             self.table.apply(event)
+            self._unheard = None
             interrupted = event.kind is EventKind.BARGE_IN
             if interrupted or (
                 event.kind is EventKind.RESPONSE_DONE and event.detail == "completed"
             ):
                 self.barge_in_rate += _BARGE_IN_WEIGHT * (interrupted - self.barge_in_rate)
-        arrivals: dict[str, tuple[str, float]] = {}
+        queues, view_of, p_safe_s = self._queues, self.table.get, self.policy.p_safe_s
+        can_run, known_before = queues.can_run, self._known.get
+        # Seconds of audio per token. Where there is none (thinker) only what the listener has
+        # counts: text ahead of the speech is no use until the stages after this one took it.
+        token_s = None if self.info.routes_audio else self.info.token_s
+        sent_s, trusted, held_blocks = self.sent_s, not self.ring.stale, None
+        used, total = queues.kv_blocks()
+        self._budgets = _NO_BUDGETS
+        if total and used > self.policy.kv_high_watermark * total:
+            held_blocks = queues.kv_blocks_of
+            self._budgets = Budgets(_NO_BUDGETS.tokens, total - used, total)
+        known: dict[str, _Known] = {}
         ranks: dict[str, Rank] = {}
-        counts = ([0, 0, 0], [0, 0, 0])
-        for state, requests in enumerate((self._queues.running(), self._queues.waiting())):
+        candidates: list[Candidate] = []
+        by_class = ([0, 0, 0], [0, 0, 0])
+        for waiting, requests in enumerate((queues.running(), queues.waiting())):
+            counts = by_class[waiting]
             for request in requests:
                 request_id = request.request_id
-                known = self._arrivals.get(request_id)
-                if known is None:
-                    # Those that came since the last round keep the order in which they came.
-                    arrival_s = now_s - 1e-6 + 1e-9 * (len(arrivals) % 1000)
-                    known = (self._session_of(request_id), arrival_s)
-                arrivals[request_id] = known
-                view = self.view_of(known[0])
-                produced_s = self._produced_s(request, view) if view else 0.0
-                ranked = rank(view, produced_s, self.policy.p_safe_s, known[1], now_s)
-                ranks[request_id] = ranked
-                counts[state][ranked.urgency] += 1
-        self._arrivals, self.ranks, self._by_class = arrivals, ranks, counts
-        for request_id in self.sent_s.keys() - ranks.keys():
-            del self.sent_s[request_id]
+                one = known_before(request_id)
+                if one is None:
+                    one = self._meet(request_id, now_s, len(known))
+                known[request_id] = one
+                view = view_of(one.session_id) if trusted else None
+                if view is None:
+                    made_s = 0.0
+                elif token_s is None:
+                    made_s = view.clock.routed_s
+                elif request_id in sent_s:
+                    made_s = sent_s[request_id]
+                else:
+                    made_s = request.num_output_tokens * token_s
+                one.made_s = made_s
+                ranked = rank(view, made_s, p_safe_s, one.arrival_s, now_s)
+                one.rank = ranks[request_id] = ranked
+                counts[ranked.urgency] += 1
+                if not can_run(request):
+                    one.since_s = math.inf
+                    continue
+                if one.since_s == math.inf:
+                    one.since_s = now_s  # it could not run a round ago: it has waited since now
+                one.waiting = waiting == 1
+                one.kv_blocks_held = held_blocks(request) if held_blocks else None
+                candidates.append(one)
+        self._known, self.ranks, self._candidates = known, ranks, candidates
+        self._by_class = by_class
+        if sent_s:
+            for request_id in sent_s.keys() - ranks.keys():
+                del sent_s[request_id]
+
+    def _meet(self, request_id: str, now_s: float, met: int) -> _Known:
+        """A request that came since the last round; those keep the order in which they came."""
+        return _Known(
+            request_id,
+            rank(None, 0.0, 0.0, now_s, now_s),
+            tokens_needed=1,
+            kv_blocks_held=None,
+            kv_blocks_needed=0,
+            waiting=True,
+            is_prefill=False,
+            since_s=now_s,
+            session_id=self._session_of(request_id),
+            arrival_s=now_s - 1e-6 + 1e-9 * (met % 1000),
+        )
 
     def _follow_chunk_time(self) -> None:
         """Let the bounds of holds follow the measured chunk time, in steps of a tenth."""
@@ -356,43 +448,35 @@ class StageRuntime:
             self._set_policy()
 
     def _set_policy(self) -> None:
-        name, switches, chunks = self.info.name, self.switches, self.config.chunks
-        self.policy = self._u1_policy = self.config.policy(name, switches, self._chunk_time_s)
-        if self._chunk_time_s is not None:
-            smallest_s = self.chunk_times.lead_s(chunks.smallest, chunks)
-            self._u1_policy = self.config.policy(name, switches, smallest_s)
+        name, switches, time_s = self.info.name, self.switches, self._chunk_time_s
+        if not self.info.may_hold:
+            switches = msgspec.structs.replace(switches, pace=False)
+        self.policy = self.config.policy(name, switches, time_s)
+        # While something is urgent, others go on only for their next chunk.
+        self._tight_policy = self.config.policy(name, switches, time_s, tight=True)
 
     def _plan(self, now_s: float) -> Plan:
-        queues = self._queues
-        used, total = queues.kv_blocks()
-        blocks_of = None
-        if total and used > self.policy.kv_high_watermark * total:
-            blocks_of = queues.kv_blocks_of
-        candidates: list[Candidate] = []
-        since: dict[str, float] = {}
-        for waiting, requests in ((False, queues.running()), (True, queues.waiting())):
-            for request in requests:
-                request_id = request.request_id
-                ranked = self.ranks.get(request_id)
-                if ranked is None or not queues.can_run(request):
-                    continue
-                # One that could not run a round ago has waited since now.
-                since_s = since[request_id] = self._since.get(request_id, now_s)
-                blocks = blocks_of(request) if blocks_of else None
-                candidates.append(
-                    Candidate(request_id, ranked, 1, blocks, 0, waiting, False, since_s)
-                )
-        self._since = since
-        u1_runs = any(candidate.rank.urgency is Urgency.U1 for candidate in candidates)
+        candidates, enough = self._candidates, Urgency.U2
+        urgent = self.first_audio_waits() or any(
+            [candidate.rank.urgency is not enough for candidate in candidates]
+        )
         return plan(
             candidates,
-            _NO_BUDGETS if blocks_of is None else Budgets(1 << 60, total - used, total),
+            self._budgets,
             self.held,
             now_s,
-            self._u1_policy if u1_runs else self.policy,
+            self._tight_policy if urgent else self.policy,
             barge_in_rate=self.barge_in_rate,
             contended=self._somebody_waits(),
         )
+
+    def first_audio_waits(self) -> bool:
+        """Whether a session waits for its first audio, in whichever stage. Stages share the
+        machine, and the next one will have to run for it.
+        """
+        if self._unheard is None:
+            self._unheard = any(v.phase is Phase.THINKING and v.wants_audio for v in self.table)
+        return self._unheard
 
     def _somebody_waits(self) -> bool:
         """Whether a session waits for its first audio, or its user speaks and soon will."""
@@ -400,16 +484,6 @@ class StageRuntime:
             view.phase is Phase.THINKING or (view.speech_active and view.wants_audio)
             for view in self.table
         )
-
-    def _produced_s(self, request: RequestLike, view: SessionView) -> float:
-        """What this stage made for ``request``, in seconds of audio."""
-        if self.info.routes_audio:
-            return view.clock.routed_s
-        sent_s = self.sent_s.get(request.request_id)
-        if sent_s is not None:
-            return sent_s
-        token_s = self.info.token_s if self.info.token_s is not None else view.text_token_s
-        return request.num_output_tokens * token_s
 
     def _request_rows(self) -> list[RequestRow]:
         rows: list[RequestRow] = []
@@ -419,18 +493,17 @@ class StageRuntime:
                 ranked = self.ranks.get(request.request_id)
                 if ranked is None or len(rows) >= MAX_ROWS:
                     continue
-                session_id = self._arrivals[request.request_id][0]
-                view = self.view_of(session_id)
+                known = self._known[request.request_id]
                 rows.append(
                     RequestRow(
                         request_id=request.request_id,
-                        session_id=session_id,
+                        session_id=known.session_id,
                         state=state,
                         held=request.request_id in self.held,
                         urgency=ranked.urgency.name,
                         buffer_s=ranked.buffer_s,
                         age_s=ranked.age_s,
-                        produced_s=self._produced_s(request, view) if view else 0.0,
+                        produced_s=known.made_s,
                         tokens=request.num_output_tokens,
                         kv_blocks=self._queues.kv_blocks_of(request),
                     )

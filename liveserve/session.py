@@ -123,30 +123,77 @@ class AckRefused(ValueError):
 
 
 @dataclass(slots=True)
+class _Made:
+    """What one stage made for a response; ``seconds`` is None for text, which has no fixed pace."""
+
+    tokens: int = 0
+    seconds: float | None = None
+
+    def add(self, tokens: int, seconds: float | None) -> None:
+        self.tokens += tokens
+        if seconds is not None:
+            self.seconds = (self.seconds or 0.0) + seconds
+
+
+@dataclass(slots=True)
 class _Response:
     routed_s: float = 0.0
     acked_s: float = 0.0
-    text_tokens: int = 0
+    completed: bool = False
+    made: dict[str, _Made] = field(default_factory=dict)
+
+    @property
+    def text_tokens(self) -> int:
+        return sum(made.tokens for made in self.made.values() if made.seconds is None)
 
 
 @dataclass(slots=True)
 class _Session:
+    """What the tracker keeps of a session beside its view.
+
+    Attributes:
+        settled: the newest response has been counted as heard and wasted.
+        pending: made since then, for a response that has not been announced.
+        provisional_at_s: when speech began that may be an interruption.
+    """
+
     gap: ReplyGap
     responses: dict[str, _Response] = field(default_factory=dict)
     current: str = ""
     gap_pending: bool = False
     settled: bool = True
-    text_tokens: int = 0
+    pending: dict[str, _Made] = field(default_factory=dict)
+    provisional_at_s: float | None = None
     one_turn: bool = False
 
 
 @dataclass(slots=True)
+class StageTotals:
+    """What one stage made for responses that ended, and what of it nobody heard.
+
+    Seconds are seconds of speech: of text at the response's pace, of codec frames, of audio.
+    Stages whose output has no tokens (code2wav) count seconds alone.
+    """
+
+    made_tokens: float = 0.0
+    wasted_tokens: float = 0.0
+    made_s: float = 0.0
+    wasted_s: float = 0.0
+
+
+@dataclass(slots=True)
 class Totals:
-    """What the tracker has seen since it started, over all sessions."""
+    """What the tracker has seen since it started, over all sessions.
+
+    ``wasted_s`` is what reached clients and was not heard; ``stages`` also has what did not reach
+    them.
+    """
 
     routed_s: float = 0.0
     heard_s: float = 0.0
     wasted_s: float = 0.0
+    false_alarms: int = 0
+    stages: dict[str, StageTotals] = field(default_factory=dict)
     barge_ins: dict[str, int] = field(default_factory=dict)
     responses: dict[str, int] = field(default_factory=dict)
     events: dict[str, int] = field(default_factory=dict)
@@ -196,44 +243,57 @@ class SessionTracker:
         if view is not None and session_id in self._sessions:
             self._emit(EventKind.INPUT, session_id, now_s, view.input_s + max(0.0, seconds))
 
+    def speech_provisional(self, session_id: str, now_s: float) -> None:
+        """Speech began over an answer; `speech_started` or `false_alarm` will follow."""
+        if session_id in self._sessions:
+            self._sessions[session_id].provisional_at_s = now_s
+
+    def false_alarm(self, session_id: str) -> None:
+        """Speech over an answer was over before it counted as one."""
+        if session_id in self._sessions:
+            self._sessions[session_id].provisional_at_s = None
+            self.totals.false_alarms += 1
+
     def speech_started(self, session_id: str, now_s: float) -> None:
-        self._end_gap(session_id, now_s)
+        self._end_gap(session_id, self._spoke_at_s(session_id, now_s))
         self._emit_known(EventKind.SPEECH_STARTED, session_id, now_s)
 
     def speech_stopped(self, session_id: str, now_s: float) -> None:
-        self._emit_known(EventKind.SPEECH_STOPPED, session_id, now_s)
+        if session_id in self._sessions:
+            self._sessions[session_id].provisional_at_s = None
+            self._emit(EventKind.SPEECH_STOPPED, session_id, now_s)
 
     def committed(self, session_id: str, now_s: float) -> None:
         view = self.table.get(session_id)
         self._end_gap(session_id, now_s - (view.input_s if view else 0.0))
         self._settle(session_id, now_s)
         if session_id in self._sessions:
-            self._sessions[session_id].text_tokens = 0
+            self._sessions[session_id].provisional_at_s = None
             self._emit(EventKind.COMMITTED, session_id, now_s)
 
     def response_created(self, session_id: str, response_id: str, now_s: float) -> None:
         session = self._sessions.get(session_id)
         if session is None:
             return
+        made, session.pending = session.pending, {}  # it is announced with its first output
         self._settle(session_id, now_s)
         session.current = response_id
-        session.responses[response_id] = _Response(text_tokens=session.text_tokens)
-        session.text_tokens = 0
+        session.responses[response_id] = _Response(made=made)
         while len(session.responses) > _REMEMBERED_RESPONSES:
             del session.responses[next(iter(session.responses))]
         session.settled = False
         self._emit(EventKind.RESPONSE_CREATED, session_id, now_s, response_id=response_id)
 
-    def text_tokens(self, session_id: str, count: int) -> None:
-        """``count`` more text tokens were made for the session's response."""
+    def made(self, session_id: str, stage: str, tokens: int, seconds: float | None = None) -> None:
+        """``stage`` made ``tokens`` more for the session's response, ``seconds`` of speech; None
+        for text, whose pace is learned.
+        """
         session = self._sessions.get(session_id)
         if session is None:
             return
         response = session.responses.get(session.current)
-        if response is None or session.settled:
-            session.text_tokens += count  # the response is announced with its first output
-        else:
-            response.text_tokens += count
+        made = session.pending if response is None or session.settled else response.made
+        made.setdefault(stage, _Made()).add(tokens, seconds)
 
     def audio_routed(self, session_id: str, response_id: str, total_s: float, now_s: float) -> None:
         """``total_s`` seconds of ``response_id``'s audio have gone to the client in all."""
@@ -303,23 +363,29 @@ class SessionTracker:
         count = self.totals.responses
         count[status] = count.get(status, 0) + 1
         response = session.responses.get(response_id)
-        if response and response.text_tokens and response.routed_s and status == "completed":
-            self._learn_pace(session_id, response.routed_s / response.text_tokens, now_s)
+        if response is not None and status == "completed":
+            response.completed = True
+            if response.text_tokens and response.routed_s:
+                self._learn_pace(session_id, response.routed_s / response.text_tokens, now_s)
         session.gap_pending = True
         self._emit(
             EventKind.RESPONSE_DONE, session_id, now_s, response_id=response_id, detail=status
         )
 
     def barge_in(self, session_id: str, reason: str, now_s: float) -> None:
-        """The user interrupted: what was routed and not heard is waste."""
+        """The user interrupted: what was made and not heard is waste.
+
+        Where the interruption was provisional at first, it counts from when it began.
+        """
         view = self.table.get(session_id)
         session = self._sessions.get(session_id)
         if view is None or session is None:
             return
-        heard_s = view.clock.played_s(now_s)
+        spoke_at_s = self._spoke_at_s(session_id, now_s)
+        heard_s = view.clock.played_s(spoke_at_s)
         self.totals.barge_ins[reason] = self.totals.barge_ins.get(reason, 0) + 1
-        self._settle(session_id, now_s)
-        session.gap_pending = False
+        self._settle(session_id, spoke_at_s)
+        session.gap_pending, session.provisional_at_s = False, None
         self._emit(EventKind.BARGE_IN, session_id, now_s, heard_s, detail=reason)
 
     def expire_turns(self, now_s: float) -> None:
@@ -349,15 +415,47 @@ class SessionTracker:
 
     # ---- learned figures -------------------------------------------------------------------
 
+    def _spoke_at_s(self, session_id: str, now_s: float) -> float:
+        session = self._sessions.get(session_id)
+        began_s = session.provisional_at_s if session is not None else None
+        return now_s if began_s is None else began_s
+
     def _settle(self, session_id: str, now_s: float) -> None:
-        """Count the response that ends here as heard up to now and wasted beyond."""
+        """Count the response that ends here as heard up to now and wasted beyond, and all of what
+        was made for one that was never announced as wasted.
+        """
         session, view = self._sessions.get(session_id), self.table.get(session_id)
-        if session is None or view is None or session.settled:
+        if session is None or view is None:
             return
-        session.settled = True
-        heard_s = view.clock.played_s(now_s)
-        self.totals.heard_s += heard_s
-        self.totals.wasted_s += view.clock.routed_s - heard_s
+        if not session.settled:
+            session.settled = True
+            heard_s, routed_s = view.clock.played_s(now_s), view.clock.routed_s
+            self.totals.heard_s += heard_s
+            self.totals.wasted_s += routed_s - heard_s
+            response = session.responses.get(session.current)
+            if response is not None:
+                total_s = routed_s if response.completed else None
+                self._count_stages(response.made, heard_s, view.text_token_s, total_s)
+        self._count_stages(session.pending, 0.0, view.text_token_s, None)
+        session.pending = {}
+
+    def _count_stages(
+        self, made: dict[str, _Made], heard_s: float, text_token_s: float, total_s: float | None
+    ) -> None:
+        """Add what each stage made. ``total_s``: how long all of it takes to say, where that is
+        known; a complete answer without audio wastes nothing.
+        """
+        for stage, amount in made.items():
+            made_s = total_s
+            if made_s is None:
+                own_s = amount.tokens * text_token_s if amount.seconds is None else amount.seconds
+                made_s = max(heard_s, own_s)
+            wasted = 1.0 - heard_s / made_s if made_s > heard_s else 0.0
+            totals = self.totals.stages.setdefault(stage, StageTotals())
+            totals.made_tokens += amount.tokens
+            totals.wasted_tokens += wasted * amount.tokens
+            totals.made_s += made_s
+            totals.wasted_s += wasted * made_s
 
     def _end_gap(self, session_id: str, now_s: float) -> None:
         """The user's next turn began: learn the reply gap, unless they spoke over the answer."""

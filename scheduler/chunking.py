@@ -26,19 +26,20 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
 
     Attributes:
         first: of the first chunk, at most: the sooner it leaves, the sooner something is heard.
-        smallest: no later chunk is smaller, but the last; the vocoder repeats its left context
-            for each, so tiny chunks cost more than they help.
+        smallest: the second chunk is not smaller. What the first one lasts is all the time for it.
+        small: later ones are not smaller, but the last; the vocoder repeats its left context for
+            each, so small chunks cost more than they help.
         useful: a paced request is let go on in time to make this many before the buffer is thin.
         largest: no chunk is larger: the vocoder's efficient size.
-        margin_s: wall seconds by which a chunk comes before it must. More than the vocoder's
-            P_safe, else every chunk reaches it as a near-underrun and first audio waits behind.
+        margin_s: wall seconds by which a chunk comes before it must.
     """
 
     first: int = 4
     smallest: int = 6
+    small: int = 10
     useful: int = 25
     largest: int = 25
-    margin_s: float = 0.6
+    margin_s: float = 0.3
 
 
 class ChunkTimes:
@@ -126,7 +127,8 @@ class ChunkProgress:
             return self.pending >= self._first(policy, clock, frame_audio_s)
         if self.pending >= policy.largest:
             return True
-        if clock is None or self.pending < policy.smallest:
+        least = min(max(self.sent, policy.smallest), policy.small)  # grows with what was sent
+        if clock is None or self.pending < least:
             return False
         ahead_s = (self.sent * frame_audio_s - clock.played_s(now_s)) / clock.rate
         return ahead_s <= self.times.lead_s(1, policy)

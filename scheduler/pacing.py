@@ -12,6 +12,10 @@ from liveserve.scheduler.policy_config import PolicyConfig
 from liveserve.scheduler.utility import Weights
 
 
+# Users who interrupt more rarely than this count as users who never do.
+_RARE = 0.02
+
+
 class Bar(NamedTuple):
     """A request may be held while P > ``buffer_s`` and U < ``utility``."""
 
@@ -40,9 +44,9 @@ def may_hold(contended: bool, barge_in_rate: float) -> bool:
         contended: another request wants the step that a hold would free.
         barge_in_rate: share of responses that users of this workload interrupt, 0 to 1.
 
-    If nobody waits and nobody ever interrupts, running ahead costs nothing and holding might.
+    If nobody waits and hardly anybody interrupts, running ahead costs nothing and holding might.
     """
-    return contended or barge_in_rate > 0
+    return contended or barge_in_rate > _RARE
 
 
 def bars(of_round: Weights, now_s: float, config: PolicyConfig) -> Bars:

@@ -15,8 +15,10 @@ The request id breaks ties, so the plan does not depend on the order of the inpu
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from liveserve.scheduler.pacing import bars, may_hold, next_deadline_s
@@ -25,8 +27,9 @@ from liveserve.scheduler.urgency import Rank, Urgency
 from liveserve.scheduler.utility import weights
 
 
-class Candidate(NamedTuple):
-    """One request of a round.
+@dataclass(slots=True)
+class Candidate:
+    """One request of a round. The caller may keep one per request and refresh it every round.
 
     Attributes:
         tokens_needed: tokens it would take this round.
@@ -102,36 +105,50 @@ def plan(
     of_round = weights(budgets.free_blocks, budgets.total_blocks, config)
     per_block, per_second, p_safe_s = of_round
     start, stay, held_since_s = bars(of_round, now_s, config)
+    (start_s, start_utility), (stay_s, stay_utility) = start, stay
+    start_loss, stay_loss = -start_utility, -stay_utility
     overdue_s = now_s - 2.0 * config.age_limit_s
     playing, unheard = Urgency.U0, Urgency.U1
+    least_buffer_s = least_since_s = math.inf
     # One list of sort keys per class. They end in the id and the request, which settle ties:
     # ids are unique, so two requests are never compared.
     first: list[tuple[float | None, float, str, Candidate]] = []
     overdue: list[tuple[bool, float, str, Candidate]] = []
-    second: list[tuple[float, str, Candidate]] = []
+    second: list[tuple[float, float, str, Candidate]] = []
     third: list[tuple[float, float, str, Candidate]] = []
     paced: list[tuple[float, float, str, Candidate]] = []
     for candidate in candidates:
-        request_id, (urgency, buffer_s, age_s), _, blocks, _, waiting, _, since_s = candidate
+        request_id, ranked = candidate.request_id, candidate.rank
+        urgency, buffer_s = ranked.urgency, ranked.buffer_s
         if urgency is playing:
-            first.append((buffer_s, -age_s, request_id, candidate))
-        elif since_s <= overdue_s:
-            overdue.append((waiting, since_s, request_id, candidate))
+            first.append((buffer_s, -ranked.age_s, request_id, candidate))
+        elif candidate.since_s <= overdue_s:
+            overdue.append((candidate.waiting, candidate.since_s, request_id, candidate))
         elif urgency is unheard:
-            second.append((-age_s, request_id, candidate))
+            second.append((-ranked.age_s, 0.0, request_id, candidate))
         else:
-            # `utility.utility` written out: the call would be a tenth of the round.
-            gain = per_block * blocks if blocks else 0.0
-            if buffer_s is not None and buffer_s > p_safe_s:
-                gain -= per_second * (buffer_s - p_safe_s)
-            above_s, below = stay if request_id in held else start
+            # `utility.utility` written out, with its sign turned: the call would be a tenth of
+            # the round.
+            owned = candidate.kv_blocks_held
+            loss = -per_block * owned if owned else 0.0
+            above_s, least_loss = start_s, start_loss
+            if buffer_s is not None:
+                if buffer_s > p_safe_s:
+                    loss += per_second * (buffer_s - p_safe_s)
+                if buffer_s > stay_s and request_id in held:
+                    above_s, least_loss = stay_s, stay_loss
+            key = (loss, -ranked.age_s, request_id, candidate)
             if buffer_s is None or not buffer_s > above_s:
-                third.append((-gain, -age_s, request_id, candidate))
-                contended = contended or waiting
-            elif gain < below and since_s > held_since_s:
-                paced.append((-gain, -age_s, request_id, candidate))
+                third.append(key)
+                contended = contended or candidate.waiting
+            elif loss > least_loss and (since_s := candidate.since_s) > held_since_s:
+                paced.append(key)
+                if buffer_s < least_buffer_s:
+                    least_buffer_s = buffer_s
+                if since_s < least_since_s:
+                    least_since_s = since_s
             else:
-                third.append((-gain, -age_s, request_id, candidate))
+                third.append(key)
     contended = contended or bool(first or overdue or second)
     if paced and not (config.pace and may_hold(contended, barge_in_rate)):
         third += paced
@@ -139,30 +156,23 @@ def plan(
     if config.order:
         for keys in (first, overdue, second, third, paced):
             keys.sort()
-        rest = [key[3] for key in third]
-        sitting = [key[3] for key in paced]
-        runnable = [key[3] for key in first]
-        runnable += [key[3] for key in overdue]
-        runnable += [key[2] for key in second]
-        runnable += rest
+        runs = [*first, *overdue, *second, *third]
     else:
-        held_now = {key[2] for key in paced}
-        efficient = {key[2] for key in third}
-        sitting = [c for c in candidates if c.request_id in held_now]
-        runnable = [c for c in candidates if c.request_id not in held_now]
-        rest = [c for c in runnable if c.request_id in efficient]
-    admitted, blocked = _admit(runnable, budgets)
-    sitting_ids = [candidate[0] for candidate in sitting]
+        place = {candidate.request_id: index for index, candidate in enumerate(candidates)}
+        runs = [*first, *overdue, *second, *third]
+        for keys in (runs, third, paced):
+            keys.sort(key=lambda key: place[key[2]])
+    sitting = [key[2] for key in paced]
+    runnable = [key[2] for key in runs]
+    admitted, blocked = _admit([key[3] for key in runs], budgets)
     deadline_s = None
     if paced:
-        buffers = [key[3][1][1] or 0.0 for key in paced]  # nothing is held without a buffer
-        oldest_s = min([key[3][7] for key in paced])
-        deadline_s = next_deadline_s(min(buffers), oldest_s, now_s, config)
-    victims = [candidate[0] for candidate in rest + sitting if not candidate[5]]
+        deadline_s = next_deadline_s(least_buffer_s, least_since_s, now_s, config)
+    victims = [key[2] for key in third + paced if not key[3].waiting]
     victims.reverse()
     return Plan(
-        tuple([candidate[0] for candidate in runnable] + sitting_ids),
-        frozenset(sitting_ids),
+        tuple(runnable + sitting),
+        frozenset(sitting),
         tuple(admitted),
         blocked,
         tuple(victims),
@@ -172,19 +182,20 @@ def plan(
 
 def _admit(runnable: Sequence[Candidate], budgets: Budgets) -> tuple[list[str], str | None]:
     """Ids of what fits, and of the request that ended it."""
-    tokens = budgets.tokens
-    free, total = budgets.free_blocks, budgets.total_blocks
+    tokens, free, total = budgets
     blocks = sys.maxsize if free is None else free
     admitted: list[str] = []
-    for request_id, _, wanted, held, more, _, is_prefill, _ in runnable:
-        if wanted > tokens > 0 and is_prefill:
+    for candidate in runnable:
+        wanted, more = candidate.tokens_needed, candidate.kv_blocks_needed
+        if wanted > tokens > 0 and candidate.is_prefill:
             wanted = tokens
         if wanted > tokens or more > blocks:
-            never = wanted > budgets.tokens and not is_prefill
-            if never or (free is not None and total is not None and (held or 0) + more > total):
+            never = wanted > budgets.tokens and not candidate.is_prefill
+            needs = (candidate.kv_blocks_held or 0) + more
+            if never or (free is not None and total is not None and needs > total):
                 continue
-            return admitted, request_id
+            return admitted, candidate.request_id
         tokens -= wanted
         blocks -= more
-        admitted.append(request_id)
+        admitted.append(candidate.request_id)
     return admitted, None

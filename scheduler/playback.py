@@ -62,10 +62,15 @@ class PlaybackClock(msgspec.Struct):
 
     def played_s(self, now_s: float) -> float:
         """Seconds of audio heard at ``now_s``: within [acked_s, routed_s]."""
+        position_s = self.position_s
         if self.paused:
-            return self.position_s
-        elapsed = max(0.0, now_s - self.position_at_s)
-        return min(self.routed_s, self.position_s + self.rate * elapsed)
+            return position_s
+        # `max` and `min` would take longer than the rest of a round's look at a request.
+        elapsed_s = now_s - self.position_at_s
+        if elapsed_s > 0.0:
+            position_s += self.rate * elapsed_s
+        routed_s = self.routed_s
+        return position_s if position_s < routed_s else routed_s
 
     def buffer_s(self, now_s: float) -> float:
         """Wall seconds until the client runs dry if nothing more is routed."""

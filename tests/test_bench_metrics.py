@@ -119,8 +119,32 @@ def test_generated_from_server_counters() -> None:
     assert metrics["text_waste_fraction"] == pytest.approx(1 - 40.5 / 90)
 
 
+def test_waste_by_stage_is_the_servers_where_it_tells() -> None:
+    made = {"talker": {"made_tokens": 400, "wasted_tokens": 100, "made_s": 32.0, "wasted_s": 8.0}}
+    metrics = run(stage_made=made)
+    assert metrics["stage_waste_source"] == "server"
+    assert metrics["stage_waste"] == {"talker": {**made["talker"], "waste_fraction": 0.25}}
+    assert "waste_fraction" not in made["talker"]
+
+
+def test_waste_by_stage_else_is_what_reached_the_client() -> None:
+    metrics = run()
+    assert metrics["stage_waste_source"] == "client"
+    lost_s = metrics["routed_s"] - metrics["heard_s"]
+    for stage in ("thinker", "talker", "code2wav"):
+        waste = metrics["stage_waste"][stage]
+        assert waste["made_s"] == metrics["routed_s"]
+        assert waste["wasted_s"] == pytest.approx(lost_s)
+        assert waste["waste_fraction"] == pytest.approx(metrics["waste_fraction"])
+    talker, thinker = metrics["stage_waste"]["talker"], metrics["stage_waste"]["thinker"]
+    assert talker["wasted_tokens"] == pytest.approx(12.5 * lost_s)
+    heard = thinker["made_tokens"] - thinker["wasted_tokens"]
+    assert heard == pytest.approx(metrics["text_tokens_heard"])
+
+
 def test_nothing_measured_is_null_not_zero() -> None:
     metrics = aggregate([SILENT], [SESSION], span_s=40.0)
+    assert metrics["stage_waste"]["talker"]["waste_fraction"] is None
     for name in ("ttfp_p90_s", "rtf_mean", "continuity_fraction", "waste_fraction"):
         assert metrics[name] is None
     assert aggregate([], [], span_s=0.0)["useful_rps"] is None
@@ -150,6 +174,7 @@ def test_table_and_plots_of_any_run(tmp_path: Path, responses: list[ResponseReco
     console.print(results_table(metrics, "t"))
     text = console.export_text()
     assert "timeout_first_audio 1" in text
+    assert "waste, as the client sees it" in text
     assert ("0.95 s" in text) == (len(responses) == 3)
     for path in save_plots(tmp_path / "plots", responses, subtitle="K=4"):
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -85,7 +85,7 @@ def test_flags_win_over_the_configuration_and_the_rest_passes_through():
     assert config.policy("talker", config.switches).p_safe_s == 0.1
     thinker = config.policy("thinker", config.switches)
     bounds = (thinker.p_safe_s, thinker.p_release_s, thinker.p_hold_s)
-    assert bounds == pytest.approx((1.5, 1.5, 1.8))
+    assert bounds == pytest.approx((1.5, 1.5, 3.0))
     assert config.policy("talker", config.switches).pace
     assert not thinker.pace
     assert rest == ["MODEL", "--port", "8123", "--max-num-seqs=4"]

@@ -2,188 +2,172 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import asyncio
+import dataclasses
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_text
+from tiny_text import OURS, Driver, Link, asks, hears, params, prompt, request_of
 
-from liveserve.host.cpu import adapt
+from liveserve.config import LiveServeConfig, StageConfig, export
+from liveserve.events import Batch, Event, EventKind, Reply, decode_reply, encode
+from liveserve.host.engine import METHOD
 
 pytestmark = pytest.mark.host
 
-# Each scenario is a function of the program; its findings come back as JSON.
-PROGRAM = """
-import sys, vllm, torch, json  # vllm first: it makes torchvision importable on a CPU build of torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from vllm import LLM, SamplingParams
-from liveserve.config import LiveServeConfig, StageConfig
-from liveserve.events import Batch, Event, EventKind, encode, decode_reply
-import dataclasses, time
 
-folder = sys.argv[1]
-torch.manual_seed(0)
-Qwen3ForCausalLM(Qwen3Config(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
-)).save_pretrained(folder)
-OURS = "liveserve.host.plain.LiveScheduler"
-LENGTHS = (30, 90, 5, 60, 120, 44)
-PROMPTS = [[3 + (7 * i + j) % 500 for j in range(n)] for i, n in enumerate(LENGTHS)]
+def scenarios(folder: Path) -> dict[str, Any]:
+    tiny_text.write_model(folder)
+    return {"order": order(folder), "hold": hold(folder)}
 
-def make(scheduler, **more):
-    options = dict(dtype="float32", max_model_len=256, max_num_seqs=4, enforce_eager=True,
-                   kv_cache_memory_bytes=1 << 25, skip_tokenizer_init=True, scheduler_cls=scheduler)
-    return LLM(folder, **(options | more))
 
-def params(n=20, **more):
-    return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False, **more)
+def order(folder: Path) -> list[str]:
+    """Who finishes when one runs at a time: b and c wait for first audio, c for longer."""
+    driver = Driver(tiny_text.make(folder, OURS, max_num_seqs=1))
+    names = {request_of("b"): "b", request_of("c"): "c", "nobody": "nobody"}
+    now_s = time.monotonic()
+    Link(driver.core).tell(*asks("b", now_s), *asks("c", now_s))
+    for request_id in ("nobody", request_of("c"), request_of("b")):
+        driver.add(request_id, prompt(1, 5), params(3))
+    driver.run_out()
+    return [names[request_id] for request_id in driver.finished]
 
-def run(llm, prompts, sampling):
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-    return [[list(c.token_ids) for c in o.outputs] for o in outputs]
 
-def core_of(llm):
-    return llm.llm_engine.engine_core.engine_core
+def hold(folder: Path) -> dict[str, Any]:
+    """a runs far ahead of its listener while b waits for its first audio."""
+    a, b = request_of("a"), request_of("b")
+    stock = Driver(tiny_text.make(folder, None))
+    stock.add(a, prompt(1, 30), params(60))
+    stock.run_out()
 
-def tell(llm, events, seq=[0]):
-    batch = Batch("", time.monotonic(), seq[0], events)
-    if seq[0] == 0:
-        batch.views = []
-    seq[0] += len(events)
-    return decode_reply(core_of(llm).liveserve_exchange(encode(batch)))
+    driver = Driver(tiny_text.make(folder, OURS))
+    runtime, link = driver.scheduler.liveserve, Link(driver.core)
+    runtime.info = dataclasses.replace(runtime.info, token_s=0.5)
+    stage = StageConfig(p_safe_s=0.5, p_release_s=1.0, p_hold_s=2.0, age_limit_s=60.0, pace=True)
+    runtime.config = LiveServeConfig(stages={"llm": stage})
+    runtime._set_policy()
+    now_s = time.monotonic()
+    link.tell(*asks("a", now_s), hears("a", now_s, 0.5))
+    driver.add(a, prompt(1, 30), params(60))
+    for _ in range(12):
+        driver.step()
+    found: dict[str, Any] = {"a alone": driver.record.count(a), "held alone": len(runtime.held)}
+    link.tell(*asks("b", time.monotonic()))
+    driver.add(b, prompt(2, 90), params(10))
+    driver.record.clear()
+    driver.until(lambda: b in driver.finished)
+    found["a while b was served"] = driver.record.count(a)
+    found["b"] = driver.record.count(b)
+    found["a kept its place"] = a in [request.request_id for request in driver.scheduler.running]
+    # b is heard: nobody waits any more, and a goes on to its end
+    now_s = time.monotonic()
+    link.tell(hears("b", now_s, 99.0), Event(EventKind.CLOSED, "b", now_s))
+    driver.run_out()
+    found["tokens as stock"] = driver.tokens[a] == stock.tokens[a]
+    return found
 
-def add(llm, name, prompt, n):
-    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params(n))
 
-def session(name, now, routed=None):
-    events = [Event(EventKind.OPENED, name, now, 1.0, detail="duplex"),
-              Event(EventKind.COMMITTED, name, now),
-              Event(EventKind.RESPONSE_CREATED, name, now, response_id="r")]
-    if routed is not None:
-        events.append(Event(EventKind.AUDIO_ROUTED, name, now, routed, "r"))
-    return events
+def sleep(folder: Path) -> dict[str, Any]:
+    return asyncio.run(_sleep(tiny_text.write_model(folder)))
 
-found = {}
 
-# 1. The host's own machinery under our scheduler: the same tokens as under its own.
-plain = {}
-for scheduler in (None, OURS):
-    found_here = {}
-    llm = make(scheduler)
-    found_here["decode"] = run(llm, PROMPTS, params())
-    found_here["parallel samples"] = run(llm, PROMPTS[:2], SamplingParams(
-        n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, detokenize=False))
-    del llm
-    llm = make(scheduler, max_num_batched_tokens=32, enable_prefix_caching=True)
-    found_here["chunked prefill, prefix cache"] = run(llm, PROMPTS + PROMPTS, params(12))
-    del llm
-    # room for about two of the four requests that run at once: they preempt one another
-    llm = make(scheduler, kv_cache_memory_bytes=(1 << 20) + (1 << 19), enable_prefix_caching=False)
-    preempted = []
-    scheduler_object = core_of(llm).scheduler
-    preempt = scheduler_object._preempt_request
-    scheduler_object._preempt_request = lambda request, *args, **kwargs: (
-        preempted.append(request.request_id), preempt(request, *args, **kwargs))[1]
-    found_here["preemption"] = run(llm, PROMPTS, params(100))
-    found.setdefault("preemptions", []).append(len(preempted))
-    plain[scheduler or "stock"] = found_here
-    del llm
-found["same"] = {name: plain["stock"][name] == plain[OURS][name] for name in plain["stock"]}
+async def _sleep(folder: Path) -> dict[str, Any]:
+    """An engine process whose only request is held for three seconds."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-# 2. Order: with one slot, who waits for first audio goes first, the oldest of them before others.
-def session_named(request_id):
-    return request_id.partition("-")[0]
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **tiny_text.options(OURS)))
+    (pid,) = [child.pid for child in multiprocessing.active_children()]
+    made: list[float] = []  # when a's tokens came
 
-def drive(llm, steps, record):
-    for _ in range(steps):
-        for output in llm.llm_engine.step():
-            record.append((session_named(output.request_id), len(output.outputs[0].token_ids)))
+    async def generate(request_id: str, tokens: int, times: list[float]) -> None:
+        sampling = params(tokens, output_kind=RequestOutputKind.DELTA)
+        ids = {"prompt_token_ids": prompt(1, 30)}
+        async for output in llm.generate(ids, sampling, request_id):
+            times += [time.monotonic()] * len(output.outputs[0].token_ids)
 
-llm = make(OURS, max_num_seqs=1)
-runtime = core_of(llm).scheduler.liveserve
-runtime._session_of = session_named
-now = time.monotonic()
-tell(llm, session("b", now) + session("c", now))
-for name in ("nobody", "c", "b"):
-    add(llm, name, PROMPTS[2], 3)
-record = []
-while llm.llm_engine.has_unfinished_requests():
-    drive(llm, 1, record)
-found["finish order"] = list(dict.fromkeys(name for name, _ in record))
-del llm
+    async def exchange(events: list[Event], first: int) -> Reply:
+        batch = Batch("", time.monotonic(), first, events)
+        if first == 0:
+            batch.views = []
+        answer = await llm.engine_core.call_utility_async(METHOD, encode(batch))
+        return decode_reply(bytes(answer))
 
-# 3. Hold: a runs far ahead of its listener while b waits for its first audio.
-llm = make(OURS)
-runtime = core_of(llm).scheduler.liveserve
-runtime._session_of = session_named
-runtime.info = dataclasses.replace(runtime.info, token_s=0.5)
-runtime.config = LiveServeConfig(stages={"llm": StageConfig(
-    p_safe_s=0.5, p_release_s=1.0, p_hold_s=2.0, age_limit_s=60.0, pace=True)})
-runtime._set_policy()
-now = time.monotonic()
-tell(llm, session("a", now, routed=0.5), seq=[0])
-add(llm, "a", PROMPTS[0], 60)
-record = []
-drive(llm, 12, record)
-ahead = len([1 for name, _ in record if name == "a"])
-held_before = sorted(session_named(r) for r in runtime.held)
-seq = [4]
-tell(llm, session("b", time.monotonic()), seq=seq)
-add(llm, "b", PROMPTS[1], 10)
-record = []
-while ("b", 10) not in record:
-    drive(llm, 1, record)
-found["hold"] = {
-    "a ran free while nobody waited": ahead >= 10 and held_before == [],
-    "a while b was served": len([1 for name, _ in record if name == "a"]),
-    "b": len([1 for name, _ in record if name == "b"]),
-    "in running": [session_named(r.request_id) for r in core_of(llm).scheduler.running],
-}
-# b is heard: nobody waits any more, a goes on to its end, and its tokens are the stock ones
-tell(llm, [Event(EventKind.AUDIO_ROUTED, "b", time.monotonic(), 99.0, "r")], seq=seq)
-tell(llm, [Event(EventKind.CLOSED, "b", time.monotonic())], seq=seq)
-last = None
-while llm.llm_engine.has_unfinished_requests():
-    for output in llm.llm_engine.step():
-        last = list(output.outputs[0].token_ids)
-del llm
-found["hold"]["tokens as stock"] = last == run(make(None), [PROMPTS[0]], params(60))[0][0]
-print("FOUND", json.dumps(found))
-"""
+    try:
+        now_s = time.monotonic()
+        events = [*asks("a", now_s), hears("a", now_s, 1.0), Event(EventKind.BARGE_IN, "z", now_s)]
+        await exchange(events, 0)
+        task = asyncio.ensure_future(generate(request_of("a"), 200, made))
+        while not (await exchange([], len(events))).snapshot.held:
+            await asyncio.sleep(0.02)
+        before, since_s = _switches(pid), time.monotonic()
+        await asyncio.sleep(1.0)
+        found: dict[str, Any] = {
+            "wake-ups per second": (_switches(pid) - before) / (time.monotonic() - since_s)
+        }
+        found["made"] = len(made)
+        answered = []
+        for _ in range(15):
+            asked_s = time.monotonic()
+            reply = await exchange([], len(events))
+            answered.append(time.monotonic() - asked_s)
+            await asyncio.sleep(0.02)
+        found["answered_s"] = statistics.median(answered)
+        added: list[float] = []
+        asked_s = time.monotonic()
+        await generate("nobody", 1, added)
+        found["added_s"] = added[0] - asked_s
+        found["held meanwhile"] = reply.snapshot.held == 1 and len(made) == found["made"]
+        while len(made) == found["made"]:
+            await asyncio.sleep(0.01)
+        found["held_s"] = made[found["made"]] - made[found["made"] - 1]
+        task.cancel()  # aborts it
+        while (await exchange([], len(events))).snapshot.kv_blocks_used:
+            await asyncio.sleep(0.02)
+        return found
+    finally:
+        llm.shutdown()
+
+
+def _switches(pid: int) -> int:
+    """How often the process's main thread has gone to sleep."""
+    status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    env = {**os.environ, **adapt.default_env(), "LIVESERVE": "on", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("acting") / "model")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stderr[-4000:]
-    return json.loads(lines[0][6:])
-
-
-@pytest.mark.parametrize(
-    "what", ["decode", "parallel samples", "chunked prefill, prefix cache", "preemption"]
-)
-def test_the_hosts_machinery_gives_the_same_tokens(found, what):
-    assert found["same"][what]
-
-
-def test_the_preemption_case_really_preempts(found):
-    assert all(count > 0 for count in found["preemptions"])
+    return tiny_text.findings(scenarios, tmp_path_factory.mktemp("acting"))
 
 
 def test_the_longest_waiting_first_audio_goes_first(found):
-    assert found["finish order"] == ["c", "b", "nobody"]
+    assert found["order"] == ["c", "b", "nobody"]
 
 
 def test_a_hold_frees_the_steps_and_keeps_the_place(found):
     hold = found["hold"]
-    assert hold["a ran free while nobody waited"]
+    assert hold["a alone"] >= 10
+    assert hold["held alone"] == 0
     assert hold["b"] == 10
     assert hold["a while b was served"] <= 1
-    assert "a" in hold["in running"]
+    assert hold["a kept its place"]
     assert hold["tokens as stock"]
+
+
+def test_an_engine_sleeps_while_all_is_held(tmp_path):
+    """It wakes for messages and for the deadline: the age limit here."""
+    stage = StageConfig(p_safe_s=0.5, p_release_s=5.0, p_hold_s=10.0, age_limit_s=3.0, pace=True)
+    env: dict[str, str] = {}
+    export(LiveServeConfig(stages={"llm": stage}), env)
+    found = tiny_text.findings(sleep, tmp_path, **env)
+    assert found["wake-ups per second"] < 40  # about 160 where it only dozes
+    assert found["answered_s"] < 0.1
+    assert found["added_s"] < 0.2
+    assert found["held meanwhile"]
+    assert 2.7 < found["held_s"] < 3.3

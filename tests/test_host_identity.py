@@ -8,7 +8,9 @@ import hashlib
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import aiohttp
 import pytest
@@ -39,6 +41,7 @@ class Outcome:
     rows: dict[int, list[list[str]]] = field(default_factory=dict)
     crowd_text: dict[tuple[int, int], str] = field(default_factory=dict)
     crowd_ids: list[list[int]] = field(default_factory=list)
+    crowd_stride: float = 0.0  # talker steps per frame while text arrives
 
 
 def read_record(folder: Path, stage: int) -> tuple[list[list[int]], list[list[str]]]:
@@ -53,6 +56,18 @@ def read_record(folder: Path, stage: int) -> tuple[list[list[int]], list[list[st
         for request, digests in step.get("rows", {}).items():
             rows[request] += digests
     return list(ids.values()), list(rows.values())
+
+
+def frame_stride(folder: Path, skip: int) -> float:
+    """Talker steps from one frame of a request to its next, early in an answer; the mean over all
+    requests but the first ``skip``."""
+    steps: dict[str, list[int]] = defaultdict(list)
+    lines = map(json.loads, (folder / f"stage{TALKER}.jsonl").read_text().splitlines())
+    for number, line in enumerate(line for line in lines if "tokens" in line):
+        for request in line["tokens"]:
+            steps[request].append(number)
+    early = [numbers[1:10] for numbers in list(steps.values())[skip:]]
+    return fmean(b - a for numbers in early for a, b in pairwise(numbers))
 
 
 async def one_after_another(url: str, outcome: Outcome) -> None:
@@ -117,6 +132,7 @@ def compute(folder: Path, server: str) -> Outcome:
             outcome.token_ids[stage], outcome.rows[stage] = read_record(record, stage)
         asyncio.run(together(running.url, outcome))
         alone = len(outcome.token_ids[THINKER])
+        outcome.crowd_stride = frame_stride(record, len(outcome.token_ids[TALKER]))
         outcome.crowd_ids = sorted(read_record(record, THINKER)[0][alone:])
     return outcome
 
@@ -156,3 +172,9 @@ def test_under_concurrency_the_text_is_identical(outcomes, server):
     assert len(on.crowd_text) == 8
     assert on.crowd_text == off.crowd_text
     assert on.crowd_ids == off.crowd_ids
+
+
+def test_with_lookahead_a_request_runs_in_every_talker_step(outcomes):
+    """Stock runs it in every other one while somebody else has a frame to make."""
+    assert outcomes["on"].crowd_stride < 1.35
+    assert outcomes["off"].crowd_stride > outcomes["on"].crowd_stride + 0.2

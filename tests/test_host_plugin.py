@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
+import tiny_text
 
 from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import running_server
@@ -64,42 +64,34 @@ async def chat_is_seen(url: str) -> None:
         ]
 
 
-# In one process: the same prompts with vLLM's scheduler and with ours over it.
-PLAIN = """
-import sys, vllm, torch  # vllm first: it makes torchvision importable on a CPU build of torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-folder = sys.argv[1]
-torch.manual_seed(0)
-Qwen3ForCausalLM(Qwen3Config(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
-)).save_pretrained(folder)
-from vllm import LLM, SamplingParams
-prompts = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (3, 40, 90, 17)]
-params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
-found = []
-for scheduler in (None, "liveserve.host.plain.LiveScheduler"):
-    llm = LLM(folder, skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=2,
-              enforce_eager=True, kv_cache_memory_bytes=1 << 25, scheduler_cls=scheduler)
-    found.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
-    core = llm.llm_engine.engine_core.engine_core
-    runtime = getattr(core.scheduler, "liveserve", None)
-    del llm
-assert found[0] == found[1], found
-snapshot = runtime.snapshot()
-assert snapshot.stage == "llm" and snapshot.steps_total >= 40, snapshot
-assert snapshot.tokens_total == 80 and snapshot.kv_blocks_total > 0, snapshot
-from liveserve.events import Batch, decode_reply, encode
-reply = decode_reply(core.liveserve_exchange(encode(Batch("", 0.0, 0, [], views=[], detail=True))))
-assert reply.snapshot.attached and not reply.requests
-print("SAME")
-"""
+def plain(folder: Path) -> dict[str, Any]:
+    """The same prompts with vLLM's scheduler and with ours over it."""
+    tiny_text.write_model(folder)
+    prompts = [tiny_text.prompt(length, length) for length in (3, 40, 90, 17)]
+    found: dict[str, Any] = {}
+    for name, scheduler in (("stock", None), ("ours", tiny_text.OURS)):
+        llm = tiny_text.make(folder, scheduler, max_num_seqs=2)
+        found[name] = tiny_text.generate(llm, prompts, tiny_text.params())
+    core = tiny_text.core_of(llm)
+    reply = tiny_text.Link(core).tell(detail=True)
+    snapshot = reply.snapshot
+    found |= {
+        "stage": snapshot.stage,
+        "attached": snapshot.attached,
+        "steps": snapshot.steps_total,
+        "tokens": snapshot.tokens_total,
+        "blocks": snapshot.kv_blocks_total,
+        "requests": len(reply.requests),
+    }
+    return found
 
 
 def test_plain_vllm_with_scheduler_cls(tmp_path):
-    env = {**os.environ, **adapt.default_env(), "LIVESERVE": "on", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    command = [sys.executable, "-c", PLAIN, str(tmp_path / "model")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().endswith("SAME")
+    found = tiny_text.findings(plain, tmp_path)
+    assert found["ours"] == found["stock"]
+    assert found["stage"] == "llm"
+    assert found["attached"]
+    assert found["steps"] >= 40
+    assert found["tokens"] == 80
+    assert found["blocks"] > 0
+    assert found["requests"] == 0

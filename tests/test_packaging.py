@@ -92,3 +92,16 @@ def test_the_policies_load_without_torch_or_a_host():
         "print(sorted({'torch', 'vllm', 'triton'} & sys.modules.keys()))"
     )
     assert python(code, ROOT) == "[]"
+
+
+def test_caches_are_described_without_torch_and_copy_methods_load_without_triton_or_cupy():
+    code = (
+        "import sys; import liveserve.kernels.layout, liveserve.kernels.base;"
+        "print(sorted({'torch', 'vllm', 'triton', 'cupy'} & sys.modules.keys()));"
+        # As on a machine that has neither.
+        "sys.modules['triton'] = sys.modules['cupy'] = None;"
+        "import liveserve.kernels.methods as m; print(sorted(m.available_methods()))"
+    )
+    empty, methods = python(code, ROOT).splitlines()
+    assert empty == "[]"
+    assert "reference" in methods

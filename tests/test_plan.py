@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -90,7 +91,7 @@ def test_order_laws(made, rate, with_utility):
 
     def key(request: Candidate):
         group = category(request, result.held)
-        _, buffer_s, age_s = request.rank
+        buffer_s, age_s = request.rank.buffer_s, request.rank.age_s
         name = request.request_id
         if group == 0:
             return (group, buffer_s, -age_s, name)
@@ -191,15 +192,15 @@ def test_with_order_off_the_callers_order_stays(made, pace, rate):
 
 def u2(name, buffer_s=None, age_s=1.0, blocks=None, **changes) -> Candidate:
     made = Candidate(name, Rank(U2, buffer_s, age_s), 1, blocks, 0, False, False, NOW_S)
-    return made._replace(**changes)
+    return replace(made, **changes)
 
 
 def first_audio(name, age_s=1.0, **changes) -> Candidate:
-    return u2(name)._replace(rank=Rank(U1, None, age_s), waiting=True, **changes)
+    return u2(name, rank=Rank(U1, None, age_s), waiting=True, **changes)
 
 
 def dry(name, buffer_s=0.1, **changes) -> Candidate:
-    return u2(name)._replace(rank=Rank(U0, buffer_s, 1.0), **changes)
+    return u2(name, rank=Rank(U0, buffer_s, 1.0), **changes)
 
 
 def test_no_requests():

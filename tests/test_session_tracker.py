@@ -8,11 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
 from liveserve.config import LiveServeConfig
 from liveserve.events import Event, EventKind
+from liveserve.metrics import Metrics
 from liveserve.scheduler.views import Phase
-from liveserve.session import AckRefused, SessionTable, SessionTracker
+from liveserve.session import AckRefused, SessionTable, SessionTracker, StageTotals, Totals
 
 
 class Recorder:
@@ -158,14 +160,143 @@ def test_text_pace_is_seconds_of_speech_per_token():
     rec.tracker.opened("a", "duplex", 0.0)
     for turn in range(30):
         rec.tracker.committed("a", 10.0 * turn)
-        rec.tracker.text_tokens("a", 12)  # before the response is announced
+        rec.tracker.made("a", "thinker", 12)  # before the response is announced
         rec.tracker.response_created("a", f"r{turn}", 10.0 * turn + 1)
-        rec.tracker.text_tokens("a", 8)
+        rec.tracker.made("a", "thinker", 8)
         rec.tracker.audio_routed("a", f"r{turn}", 10.0, 10.0 * turn + 2)
         rec.tracker.response_done("a", f"r{turn}", "completed", 10.0 * turn + 3)
     assert rec.view().text_token_s == pytest.approx(0.5, rel=0.01)
     rec.tracker.opened("b", "duplex", 400.0)
     assert rec.view("b").text_token_s == pytest.approx(0.5, rel=0.01)
+
+
+def make(rec: Recorder, tokens: int, frames: int, audio_s: float):
+    rec.tracker.made("a", "thinker", tokens)
+    rec.tracker.made("a", "talker", frames, frames * 0.08)
+    rec.tracker.made("a", "code2wav", 0, audio_s)
+
+
+def stages(rec: Recorder) -> dict[str, tuple[float, float, float, float]]:
+    return {
+        name: (made.made_tokens, made.wasted_tokens, made.made_s, made.wasted_s)
+        for name, made in rec.tracker.totals.stages.items()
+    }
+
+
+def test_waste_is_counted_for_every_stage_beyond_what_was_heard():
+    rec = Recorder()
+    start_answer(rec)
+    pace_s = rec.view().text_token_s
+    make(rec, tokens=40, frames=125, audio_s=8.0)
+    rec.tracker.audio_routed("a", "r1", 6.0, 3.0)
+    rec.tracker.playback_ack("a", "r1", 1000, None, 4.0)
+    rec.tracker.barge_in("a", "turn_detected", 5.0)  # 2 s heard
+    found = stages(rec)
+    assert found["talker"] == pytest.approx((125, 100, 10.0, 8.0))
+    assert found["code2wav"] == pytest.approx((0, 0, 8.0, 6.0))
+    text_s = 40 * pace_s
+    assert found["thinker"] == pytest.approx((40, 40 * (1 - 2 / text_s), text_s, text_s - 2.0))
+    assert rec.tracker.totals.wasted_s == pytest.approx(4.0)  # of what was sent
+    rec.tracker.response_done("a", "r1", "cancelled", 5.0)
+    rec.tracker.closed("a", "bye", 6.0)
+    assert stages(rec) == found  # counted once
+
+
+def test_an_answer_that_was_heard_out_wastes_nothing_in_any_stage():
+    rec = Recorder()
+    start_answer(rec)
+    make(rec, tokens=40, frames=127, audio_s=10.0)  # two frames more than audio: not speech
+    rec.tracker.audio_routed("a", "r1", 10.0, 3.0)
+    rec.tracker.response_done("a", "r1", "completed", 4.0)
+    rec.tracker.closed("a", "bye", 20.0)
+    for made_tokens, wasted_tokens, made_s, wasted_s in stages(rec).values():
+        assert (wasted_tokens, made_s, wasted_s) == (0, 10.0, 0)
+        assert made_tokens in (0, 40, 127)
+
+
+def test_an_answer_that_is_complete_and_interrupted_wastes_the_rest():
+    rec = Recorder()
+    start_answer(rec)
+    make(rec, tokens=40, frames=125, audio_s=10.0)
+    rec.tracker.audio_routed("a", "r1", 10.0, 3.0)
+    rec.tracker.response_done("a", "r1", "completed", 4.0)
+    rec.tracker.barge_in("a", "interrupted", 5.5)  # 2.5 s heard
+    assert stages(rec)["thinker"] == pytest.approx((40, 30, 10.0, 7.5))
+    assert stages(rec)["talker"] == pytest.approx((125, 93.75, 10.0, 7.5))
+
+
+def test_what_was_made_for_an_answer_that_was_never_announced_is_waste():
+    rec = Recorder()
+    rec.tracker.opened("a", "duplex", 0.0)
+    rec.tracker.committed("a", 1.0)
+    rec.tracker.made("a", "thinker", 5)
+    rec.tracker.barge_in("a", "barge_in", 1.5)
+    assert stages(rec)["thinker"] == pytest.approx((5, 5, 1.5, 1.5))
+    # the next answer's first tokens come before it is announced, and are its own
+    rec.tracker.committed("a", 2.0)
+    rec.tracker.made("a", "thinker", 4)
+    rec.tracker.response_created("a", "r2", 2.1)
+    rec.tracker.audio_routed("a", "r2", 1.0, 2.2)
+    rec.tracker.response_done("a", "r2", "completed", 2.3)
+    rec.tracker.closed("a", "bye", 9.0)
+    assert stages(rec)["thinker"] == pytest.approx((9, 5, 2.5, 1.5))
+
+
+def test_an_answer_in_text_alone_wastes_nothing():
+    rec = Recorder()
+    start_answer(rec)
+    rec.tracker.made("a", "thinker", 12)
+    rec.tracker.response_done("a", "r1", "completed", 3.0)
+    rec.tracker.closed("a", "bye", 4.0)
+    assert stages(rec)["thinker"] == (12, 0, 0, 0)
+
+
+def test_provisional_speech_counts_from_when_it_began():
+    rec = Recorder()
+    start_answer(rec)
+    rec.tracker.audio_routed("a", "r1", 8.0, 3.0)
+    rec.tracker.speech_provisional("a", 5.0)
+    rec.tracker.speech_started("a", 5.4)
+    rec.tracker.barge_in("a", "turn_detected", 5.4)
+    assert rec.tracker.totals.heard_s == pytest.approx(2.0)
+    assert next(e for e in rec.events if e.kind is EventKind.BARGE_IN).value_s == pytest.approx(2)
+    # and only that one
+    rec.tracker.response_created("a", "r2", 6.1)
+    rec.tracker.audio_routed("a", "r2", 8.0, 7.0)
+    rec.tracker.barge_in("a", "turn_detected", 10.0)
+    assert rec.tracker.totals.heard_s == pytest.approx(5.0)
+
+
+def test_a_false_alarm_changes_no_view():
+    rec = Recorder()
+    start_answer(rec)
+    rec.tracker.audio_routed("a", "r1", 8.0, 3.0)
+    before = msgspec.structs.asdict(rec.view()), len(rec.events)
+    rec.tracker.speech_provisional("a", 4.0)
+    rec.tracker.false_alarm("a")
+    assert (msgspec.structs.asdict(rec.view()), len(rec.events)) == before
+    assert rec.tracker.totals.false_alarms == 1
+    rec.tracker.barge_in("a", "turn_detected", 6.0)
+    assert rec.tracker.totals.heard_s == pytest.approx(3.0)
+
+
+def test_metrics_count_waste_by_stage_once():
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    totals = Totals(false_alarms=2)
+    totals.stages["talker"] = StageTotals(125, 100, 10.0, 8.0)
+    metrics.sessions([], totals, 1.0)
+    totals.stages["talker"].wasted_s += 1.0
+    metrics.sessions([], totals, 2.0)
+    text = generate_latest(registry).decode()
+    for line in (
+        'liveserve_stage_made_tokens_total{stage="talker"} 125.0',
+        'liveserve_stage_wasted_tokens_total{stage="talker"} 100.0',
+        'liveserve_stage_made_seconds_total{stage="talker"} 10.0',
+        'liveserve_stage_wasted_seconds_total{stage="talker"} 9.0',
+        "liveserve_false_alarms_total 2.0",
+    ):
+        assert line in text
 
 
 def test_sessions_are_bounded_on_both_sides():
@@ -210,6 +341,9 @@ CALLS = {
     "done": lambda t, s, x, now: t.response_done(s, f"r{int(x)}", "completed", now),
     "barge_in": lambda t, s, x, now: t.barge_in(s, "voice", now),
     "closed": lambda t, s, x, now: t.closed(s, "bye", now),
+    "made": lambda t, s, x, now: t.made(s, "talker", int(x), x),
+    "provisional": lambda t, s, x, now: t.speech_provisional(s, now),
+    "false_alarm": lambda t, s, x, now: t.false_alarm(s),
     "opened": lambda t, s, x, now: t.opened(s, "duplex", now),
     "rate": lambda t, s, x, now: t.rate(s, x + 0.1, now),
 }
@@ -242,3 +376,6 @@ def test_an_engine_that_gets_the_events_sees_what_the_tracker_sees(calls):
     assert mine == theirs
     totals = rec.tracker.totals
     assert totals.heard_s + totals.wasted_s <= totals.routed_s + 1e-6
+    for made in totals.stages.values():
+        assert -1e-6 <= made.wasted_s <= made.made_s + 1e-6
+        assert -1e-6 <= made.wasted_tokens <= made.made_tokens + 1e-6

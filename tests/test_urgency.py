@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liveserve.scheduler.playback import PlaybackClock
-from liveserve.scheduler.urgency import Urgency, rank
+from liveserve.scheduler.playback import PlaybackClock, stage_buffer_s
+from liveserve.scheduler.urgency import Rank, Urgency, rank
 from liveserve.scheduler.views import Phase, SessionView
 
 
@@ -19,7 +19,7 @@ def speaking(routed_s: float, since_s: float = 0.0) -> SessionView:
 
 def test_no_view_is_u2_by_age_of_the_request():
     ranked = rank(None, 1.0, 0.5, arrival_s=3.0, now_s=10.0)
-    assert ranked == (Urgency.U2, None, 7.0)
+    assert ranked == Rank(Urgency.U2, None, 7.0)
 
 
 def test_text_only_session_has_no_playback_to_protect():
@@ -29,7 +29,8 @@ def test_text_only_session_has_no_playback_to_protect():
 
 def test_before_the_first_packet_it_is_u1_aged_from_when_it_was_asked_for():
     view = SessionView("s", phase=Phase.THINKING, ready_at_s=4.0)
-    assert rank(view, 9.0, 0.5, arrival_s=3.0, now_s=10.0) == (Urgency.U1, None, 6.0)
+    ranked = rank(view, 9.0, 0.5, arrival_s=3.0, now_s=10.0)
+    assert ranked == Rank(Urgency.U1, None, 6.0)
     assert rank(view, 9.0, 0.5, arrival_s=8.0, now_s=10.0).age_s == 2.0
 
 
@@ -50,6 +51,23 @@ def test_a_larger_buffer_is_never_more_urgent(made_s, more_s, p_safe_s, now_s):
     larger = rank(view, made_s + more_s, p_safe_s, 0.0, now_s)
     assert larger.urgency >= less.urgency
     assert larger.buffer_s >= less.buffer_s
+
+
+@given(
+    st.floats(0, 60),
+    st.floats(0.25, 4),
+    st.lists(st.tuples(st.floats(0, 3), st.sampled_from("ra"), st.floats(0, 40)), max_size=8),
+)
+def test_the_buffer_is_that_of_the_playback_clock(made_s, rate, steps):
+    """`rank` has the formula written out."""
+    view, now_s = SessionView("s", clock=PlaybackClock(rate=rate)), 10.0
+    view.clock.route(1.0, now_s)
+    for wait_s, step, value_s in steps:
+        now_s += wait_s
+        (view.clock.route if step == "r" else view.clock.ack)(value_s, now_s)
+        for at_s in (now_s - 1.0, now_s, now_s + 0.7, now_s + 90.0):
+            expected = stage_buffer_s(made_s, view.clock, at_s)
+            assert rank(view, made_s, 0.5, 0.0, at_s).buffer_s == expected
 
 
 def test_phase_ends_when_a_complete_response_was_played():

@@ -128,6 +128,7 @@ def _sizes(transfer_manager: Any, runtime: StageRuntime) -> tuple[ChunkPolicy, i
     policy = ChunkPolicy(
         first=int(extra.get("initial_codec_chunk_frames") or 0) or largest,
         smallest=min(ours.smallest, largest),
+        small=min(ours.small, largest),
         useful=min(ours.useful, largest),
         largest=largest,
         margin_s=ours.margin_s,

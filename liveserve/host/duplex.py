@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeGuard
 
 from vllm_omni.engine.duplex.commands import (
     AckPlayback,
@@ -69,9 +70,9 @@ class LiveSessionManager(DuplexSessionManager):
                 return _refusal(plane, exc.code, str(exc), command)
         elif isinstance(command, UpdateSession):
             try:
-                playback_rate(command.patch.get("extra_body"))
-            except ValueError as exc:
-                return _refusal(plane, "invalid_playback_rate", str(exc), command)
+                live_options(command.patch.get("extra_body"))
+            except OptionError as exc:
+                return _refusal(plane, exc.code, str(exc), command)
         elif isinstance(command, AppendAudio):
             plane.tracker.input(session_id, _append_s(command), now_s)
         return None
@@ -110,7 +111,7 @@ class LiveSessionManager(DuplexSessionManager):
             tracker.opened(session_id, "duplex", now_s)
             problem = self._adopt_rate(plane, session_id)
             if problem is not None:
-                super()._emit_raw(session_id, _refusal(plane, "invalid_playback_rate", problem))
+                super()._emit_raw(session_id, _refusal(plane, problem.code, str(problem)))
         elif isinstance(event, SessionUpdated):
             self._adopt_rate(plane, session_id)
 
@@ -125,35 +126,67 @@ class LiveSessionManager(DuplexSessionManager):
             plane.tracker.barge_in(session_id, str(reason or "cancelled"), now_s)
         plane.tracker.response_done(session_id, response_id, status, now_s)
 
-    def _adopt_rate(self, plane: InteractionPlane, session_id: str) -> str | None:
-        """Take over the session's playback rate; returns what is wrong with it."""
+    def _adopt_rate(self, plane: InteractionPlane, session_id: str) -> OptionError | None:
+        """Take over the session's playback rate; returns what is wrong with its options."""
         session = self.get(session_id)
+        if session is None:
+            return None
         try:
-            rate = playback_rate(session.config.extra_body) if session is not None else None
-        except ValueError as exc:
-            return str(exc)
+            rate = live_options(session.config.extra_body).playback_rate
+        except OptionError as exc:
+            return exc
         if rate is not None:
             plane.tracker.rate(session_id, rate, plane.now_s())
         return None
 
 
-def playback_rate(extra_body: object) -> float | None:
-    """``extra_body.liveserve.playback_rate`` of a session object; None if it is not given.
+class OptionError(ValueError):
+    """An option of a session is wrong; ``code`` says which to a program."""
+
+    def __init__(self, name: str, wanted: str, got: object) -> None:
+        super().__init__(f"session.extra_body.liveserve.{name} must be {wanted}, got {got!r}.")
+        self.code = f"invalid_{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOptions:
+    """``extra_body.liveserve`` of a session object; what it does not give is None or off.
+
+    Attributes:
+        playback_rate: seconds of audio that the client plays per wall second.
+        false_alarm_ms: this session's own; see `LiveServeConfig.false_alarm_ms`.
+        events: send the client ``liveserve.*`` events.
+    """
+
+    playback_rate: float | None = None
+    false_alarm_ms: float | None = None
+    events: bool = False
+
+
+def live_options(extra_body: object) -> LiveOptions:
+    """The options of a session.
 
     Raises:
-        ValueError: it is not a finite number above 0.
+        OptionError: one is not what it must be.
     """
     options = extra_body.get("liveserve") if isinstance(extra_body, Mapping) else None
     if options is None:
-        return None
-    rate = options.get("playback_rate", 1.0) if isinstance(options, Mapping) else options
-    number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if not number or not math.isfinite(rate) or rate <= 0:
-        raise ValueError(
-            "session.extra_body.liveserve.playback_rate must be a finite number above 0, "
-            f"got {rate!r}."
-        )
-    return float(rate)
+        return LiveOptions()
+    if not isinstance(options, Mapping):
+        options = {"playback_rate": options}
+    rate, limit_ms = options.get("playback_rate"), options.get("false_alarm_ms")
+    events = options.get("events", False)
+    if "playback_rate" in options and not (_is_number(rate) and rate > 0):
+        raise OptionError("playback_rate", "a finite number above 0", rate)
+    if limit_ms is not None and not (_is_number(limit_ms) and limit_ms >= 0):
+        raise OptionError("false_alarm_ms", "a finite number of milliseconds, 0 or more", limit_ms)
+    if not isinstance(events, bool):
+        raise OptionError("events", "true or false", events)
+    return LiveOptions(rate, limit_ms, events)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _refusal(plane: InteractionPlane, code: str, message: str, command: Any = None) -> Any:

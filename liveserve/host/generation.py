@@ -1,19 +1,23 @@
 """LiveServe over vLLM-Omni's one-shot generation scheduler (code2wav).
 
-`OmniGenerationScheduler.schedule` is a loop of its own that batches every request with a chunk, and
-a batch takes about as long as its chunks one after another. So a round takes the most urgent chunks
-up to a bounded step time, and while a listener waits for one (U0, U1), those that can wait do. The
+`OmniGenerationScheduler.schedule` is a loop of its own that batches every request with a chunk. A
+round leaves it those that `liveserve.scheduler.one_shot` picks and sets the others aside. The
 loop reaches vLLM's only as a fallback, hence the round goes in front.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
 
 from liveserve.host.scheduler_mixin import LiveRound, LiveSteps
-from liveserve.scheduler.urgency import Urgency
+from liveserve.runtime import StageRuntime
+from liveserve.scheduler.one_shot import Chunk, one_shot_batch
+
+# Sleep of an engine whose chunks all wait for another stage's first audio.
+_DOZE_S = 0.002
 
 
 class LiveGenerationScheduler(LiveSteps, OmniGenerationScheduler, LiveRound):
@@ -27,43 +31,62 @@ class LiveGenerationScheduler(LiveSteps, OmniGenerationScheduler, LiveRound):
             return super().schedule(*args, **kwargs)
         self.liveserve.round()
         self._apply(self.liveserve.plan())
-        aside = self._set_aside()
-        if not aside:
+        ready = self._ready(self.liveserve)
+        if not ready:
             return super().schedule(*args, **kwargs)
-        limit = self.max_num_running_reqs
-        self.running = [request for request in self.running if request not in aside]
-        # They keep their places: nobody is admitted instead of them.
-        self.max_num_running_reqs = limit - len(aside)
+        taken = self._take(self.liveserve, ready)
+        running, limit = self.running, self.max_num_running_reqs
+        aside = [r for r in running if r.request_id in ready and r.request_id not in taken]
+        new = sum(r.request_id in taken for r in self.waiting)
+        if new < sum(r.request_id in ready for r in self.waiting):
+            # Those that are taken come first in the queue: admit no more than them.
+            self.max_num_running_reqs = min(limit, len(running) - len(aside) + new)
+        else:
+            self.max_num_running_reqs = limit - len(aside)
+        self.running = [request for request in running if request not in aside]
         try:
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_running_reqs = limit
             self.running = self.running + aside
+        if not taken and not output.total_num_scheduled_tokens:
+            time.sleep(_DOZE_S)
+        return output
 
-    def _set_aside(self) -> list[Any]:
-        """Running requests whose chunks wait for another round."""
-        live, adapter = self.liveserve, self.chunk_transfer_adapter
-        if live is None or not live.switches.order or live.ring.stale or adapter is None:
-            return []
+    def _ready(self, live: StageRuntime) -> dict[str, Any]:
+        """Requests whose next chunk is here, most urgent first; none where we do not choose."""
+        adapter = self.chunk_transfer_adapter
+        if not live.switches.order or live.ring.stale or adapter is None:
+            return {}
         ready = getattr(adapter, "requests_with_ready_chunks", None)
         loaded = getattr(adapter, "_finished_load_reqs", None)
         if ready is None or loaded is None:
-            return []
-        ids = {name for name in live.ranks if name in ready or name in loaded}
-        urgent = {name for name in ids if live.ranks[name].urgency is not Urgency.U2}
-        running = {request.request_id for request in self.running}
-        # New requests are not set aside; they take their share of the step.
-        room = live.config.generation_step_s / live.request_s if live.request_s else len(ids)
-        room = max(1, int(room)) - sum(name not in running for name in ids)
-        aside = []
-        for request in self.running:  # most urgent first
-            name = request.request_id
-            if name not in ids:
-                continue
-            if name in urgent:
-                room -= 1
-            elif (urgent or room <= 0) and live.can_wait(name):
-                aside.append(request)
-            else:
-                room -= 1
-        return aside
+            return {}
+        return {
+            request.request_id: request
+            for queue in (self.running, self.waiting)
+            for request in queue
+            if request.request_id in live.ranks
+            and (request.request_id in ready or request.request_id in loaded)
+        }
+
+    def _take(self, live: StageRuntime, ready: dict[str, Any]) -> set[str]:
+        order = self._liveserve_order
+        chunks = []
+        for name in sorted(ready, key=lambda n: order.get(n, len(order))):
+            ranked = live.ranks[name]
+            size = max(1, len(ready[name].prompt_token_ids or ()))
+            chunks.append(Chunk(name, ranked.urgency, ranked.buffer_s, size, live.can_wait(name)))
+        limit_s = live.config.generation_step_s
+        batch = set(one_shot_batch(chunks, live.token_s, limit_s, live.first_audio_waits()))
+        # The host admits from the front of its queue only: a gap there ends the batch.
+        for request in self.waiting:
+            if request.request_id in ready and request.request_id not in batch:
+                batch -= {r.request_id for r in _after(self.waiting, request)}
+                break
+        return batch
+
+
+def _after(queue: Any, request: Any) -> list[Any]:
+    requests = list(queue)
+    return requests[requests.index(request) :]

@@ -22,6 +22,7 @@ from liveserve.host import seam
 from liveserve.host.duplex import LiveSessionManager
 from liveserve.host.engine import METHOD
 from liveserve.host.sessions import session_of
+from liveserve.host.stages import codec_frame_s
 from liveserve.monitor import EngineKey, Send
 from liveserve.plane import InteractionPlane
 
@@ -43,6 +44,7 @@ class LiveOrchestration:
         super().__init__(*args, **kwargs)
         self.live: InteractionPlane | None = None
         self._routed_so_far: dict[tuple[str, int], float] = {}
+        self._stages: dict[int, tuple[str, float | None]] = {}
         seam.install("the interaction plane", self._attach)
 
     def _attach(self) -> None:
@@ -106,28 +108,48 @@ class LiveOrchestration:
         live.tracker.response_created(msg.request_id, msg.request_id, now_s)
 
     def _routed(self, live: InteractionPlane, stage_id: int, output: Any, req_state: Any) -> None:
-        """Count text tokens of every request, and audio of turn requests (a duplex session's
-        audio is counted where it leaves the session, see `liveserve.host.duplex`).
+        """Count what every stage made, and the audio that turn requests were sent (a duplex
+        session's is counted where it leaves the session, see `liveserve.host.duplex`).
         """
         request_id = req_state.request_id
         completions = getattr(output, "outputs", None)
         if not completions or request_id not in self.request_states:
             return
+        stage, token_s = self._stage(stage_id)
+        is_audio = self._final_output_type(stage_id) == "audio"
+        if not is_audio and stage_id and token_s is None:
+            return  # neither text nor frames of a known length
         is_delta = req_state.sampling_params_list[stage_id].output_kind is RequestOutputKind.DELTA
-        amount = 0.0
-        if stage_id == 0:
-            amount = float(len(completions[0].token_ids))
-        elif not req_state.session_owned:
-            amount = self._audio_s(stage_id, output)
+        amount = (
+            self._audio_s(stage_id, output) if is_audio else float(len(completions[0].token_ids))
+        )
         if not amount:
             return
         before = self._routed_so_far.get((request_id, stage_id), 0.0)
         total = before + amount if is_delta else max(before, amount)
         self._routed_so_far[(request_id, stage_id)] = total
-        if stage_id == 0:
-            live.tracker.text_tokens(session_of(request_id), int(total - before))
+        new, session_id = total - before, session_of(request_id)
+        if is_audio:
+            live.tracker.made(session_id, stage, 0, new)
+            if not req_state.session_owned:
+                live.tracker.audio_routed(request_id, request_id, total, live.now_s())
         else:
-            live.tracker.audio_routed(request_id, request_id, total, live.now_s())
+            seconds = new * token_s if token_s is not None else None
+            live.tracker.made(session_id, stage, int(new), seconds)
+
+    def _final_output_type(self, stage_id: int) -> str | None:
+        return getattr(self.stage_pools[stage_id].stage_client, "final_output_type", None)
+
+    def _stage(self, stage_id: int) -> tuple[str, float | None]:
+        """A stage's name, and seconds of audio per token where that is fixed (the talker)."""
+        known = self._stages.get(stage_id)
+        if known is None:
+            config = getattr(self.stage_pools[stage_id].stage_vllm_config, "model_config", None)
+            name = getattr(config, "model_stage", None) or f"stage{stage_id}"
+            is_talker = name == "talker"
+            token_s = codec_frame_s(getattr(config, "hf_config", None)) if is_talker else None
+            known = self._stages[stage_id] = (name, token_s)
+        return known
 
     def _audio_s(self, stage_id: int, output: Any) -> float:
         """Seconds of audio in a stage's output, counted as the host's own metrics do."""

@@ -26,6 +26,7 @@ def register() -> None:
     if versions.installed("vllm-omni") is not None:
         seam.install("the stage schedulers", _pipeline)
         seam.install("duplex sessions", lambda: _duplex(config))
+        seam.install("false alarms", _false_alarm)
         seam.install("the conversation's history", _history)
         seam.install("the orchestrator", _orchestrator)
 
@@ -46,6 +47,12 @@ def _duplex(config: LiveServeConfig) -> None:
     from liveserve.host import duplex
 
     duplex.install(config)
+
+
+def _false_alarm() -> None:
+    from liveserve.host import false_alarm
+
+    false_alarm.install()
 
 
 def _history() -> None:

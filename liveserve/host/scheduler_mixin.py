@@ -7,20 +7,25 @@ complete steps. Both do nothing while LiveServe is off.
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from liveserve.config import from_env
+from liveserve.host import unheard
 from liveserve.host.seam import expect, install
 from liveserve.host.sessions import session_of
 from liveserve.host.stages import stage_info
 from liveserve.runtime import StageRuntime
 from liveserve.scheduler.plan import Plan
+
+logger = logging.getLogger("vllm.liveserve")
 
 # Every other status waits: for a chunk, an input, a grammar, remote KV.
 _RUNNABLE = frozenset({RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED})
@@ -75,6 +80,7 @@ class LiveRound(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._liveserve_order: dict[str, int] = {}
+        self._liveserve_unheard: unheard.Unheard | None = None
         install("the scheduler", self._attach)
 
     def _attach(self) -> None:
@@ -83,7 +89,21 @@ class LiveRound(Scheduler):
             for name in ("current_step", "skipped_waiting", "_select_waiting_queue_for_scheduling"):
                 expect(hasattr(self, name), f"Scheduler.{name} is gone")
             info = stage_info(self.vllm_config, self.kv_cache_config)
+            if self.num_spec_tokens and isinstance(self, AsyncScheduler):
+                # The drafts of a step stay in the worker, for the next step alone.
+                info = replace(info, may_hold=False)
+                logger.warning(
+                    "LiveServe: stage %s decodes speculatively and schedules asynchronously: its "
+                    "requests are ordered, but never held.",
+                    info.name,
+                )
             self.liveserve = StageRuntime(info, config, SchedulerQueues(self), session_of)
+            self._liveserve_unheard = unheard.attach(self, self.liveserve, session_of)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        if self._liveserve_unheard is not None:
+            self._liveserve_unheard.ending(request)
+        super()._free_request_blocks(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.liveserve is not None:
@@ -127,6 +147,9 @@ class LiveSteps:
     """Times steps and counts tokens. Goes before the host's class in the bases."""
 
     liveserve: StageRuntime | None
+    connector: Any
+    ec_connector: Any
+    requests: dict[str, Request]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.liveserve is None:
@@ -139,10 +162,25 @@ class LiveSteps:
             if len(steps) >= _MAX_STEPS_UNDER_WAY:
                 steps.clear()
             steps[id(output)] = began_s
-        elif self.liveserve.held:
+        elif self.liveserve.held and not self.__dict__.get("_liveserve_steps"):
             # Everything that could run is held: do not spin until somebody may go on.
-            time.sleep(self.liveserve.doze_s())
+            self.liveserve.doze(self._only_held(output))
         return output
+
+    def _only_held(self, output: Any) -> bool:
+        """Whether only a message or a deadline lets anything happen in this engine."""
+        held = self.liveserve.held if self.liveserve is not None else frozenset()
+        try:
+            if self.connector is not None or self.ec_connector is not None:
+                return False  # their transfers end when they end
+            adapter = getattr(self, "chunk_transfer_adapter", None)
+            # A one-shot stage looks only in its own loop for who waits for a chunk.
+            if adapter is not None and adapter.model_mode != "ar":
+                return False
+            # The workers have yet to hear of finished requests.
+            return not output.finished_req_ids and held.issuperset(self.requests)
+        except AttributeError:
+            return False
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(  # type: ignore[misc]
@@ -152,8 +190,9 @@ class LiveSteps:
             began_s = self.__dict__.get("_liveserve_steps", {}).pop(id(scheduler_output), None)
             if began_s is not None:
                 sampled = getattr(model_runner_output, "sampled_token_ids", None) or ()
-                requests = len(scheduler_output.num_scheduled_tokens)
-                self.liveserve.stepped(began_s, sum(map(len, sampled)), requests)
+                sizes = scheduler_output.num_scheduled_tokens.values()
+                padded = len(sizes) * max(sizes, default=0)
+                self.liveserve.stepped(began_s, sum(map(len, sampled)), padded)
         return outputs
 
 

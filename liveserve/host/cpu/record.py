@@ -4,6 +4,7 @@ With ``LIVESERVE_CPU_RECORD=DIR`` in the environment, every stage appends one JS
 step to ``DIR/stage<N>.jsonl``:
 
 * ``start_s``, ``end_s``, ``requests``: monotonic times of `execute_model`, and its batch size;
+* ``tokens``: per request, the tokens of this step;
 * ``rows``: per request, one digest per row of input embeddings (empty where a stage takes ids);
 * ``sampled``: per request, the token ids sampled in this step.
 
@@ -64,6 +65,7 @@ class RecordingRunner:
                 start_s=start_s,
                 end_s=time.monotonic(),
                 requests=len(scheduler_output.num_scheduled_tokens),
+                tokens=scheduler_output.num_scheduled_tokens,
                 rows=self._rows,
             )
         return output

@@ -1,0 +1,220 @@
+"""What vLLM can do, it still does under our scheduler, whatever the policy decides.
+
+Every scenario runs twice: with the host's own scheduler, and with ours while every round orders the
+requests at random and holds a random share of them. Tokens are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_text
+from tiny_text import OURS, Driver, params, prompt
+
+pytestmark = pytest.mark.host
+
+LENGTHS = (30, 90, 5, 60, 120, 44)
+PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+# Room for about two of the four requests that run at once.
+SMALL_POOL = (1 << 20) + (1 << 19)
+
+
+def scenarios(folder: Path) -> dict[str, Any]:
+    tiny_text.write_model(folder)
+    tiny_text.write_tokenizer(folder)
+    found: dict[str, Any] = {}
+    for name, scheduler in (("stock", None), ("ours", OURS)):
+        machine = Machine(folder, scheduler)
+        found[name] = {
+            scenario.__name__: scenario(machine)
+            for scenario in (
+                generation,
+                chunks_and_prefixes,
+                preemption,
+                streaming_input,
+                aborts,
+                grammars,
+                speculation,
+            )
+        }
+        found[name]["held"] = machine.held
+    return found
+
+
+class Machine:
+    """Makes engines with one of the two schedulers."""
+
+    def __init__(self, folder: Path, scheduler: str | None) -> None:
+        self.folder, self.scheduler = folder, scheduler
+        self.held = 0
+
+    def engine(self, **more: Any) -> Driver:
+        driver = Driver(tiny_text.make(self.folder, self.scheduler, **more))
+        if self.scheduler is not None:
+            self._held = tiny_text.shuffle_plans(driver.scheduler)
+        return driver
+
+    def done(self, driver: Driver) -> dict[str, Any]:
+        """Tokens and reasons; every block is back in the pool."""
+        driver.step()  # the worker hears of the last ones
+        scheduler = driver.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        assert not scheduler.requests
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        if self.scheduler is not None:
+            self.held += sum(self._held)
+            runtime = scheduler.liveserve
+            runtime.round()
+            assert not runtime.ranks
+            assert runtime.errors == 0
+        return {"tokens": driver.tokens, "finished": driver.finished}
+
+
+def generation(machine: Machine) -> dict[str, Any]:
+    driver = machine.engine()
+    sampled = params(8, n=3, temperature=1.0, seed=5)
+    found = {
+        "greedy": tiny_text.generate(driver.llm, PROMPTS, params()),
+        "n": tiny_text.generate(driver.llm, PROMPTS[:2], sampled),
+    }
+    machine.done(driver)
+    return found
+
+
+def chunks_and_prefixes(machine: Machine) -> dict[str, Any]:
+    driver = machine.engine(max_num_batched_tokens=32, enable_prefix_caching=True)
+    computed = []
+    for turn in range(2):
+        for index, ids in enumerate(PROMPTS):
+            driver.add(f"{turn}-{index}", ids, params(12))
+        driver.run_out()
+        stats = driver.scheduler.kv_cache_manager.prefix_cache_stats
+        computed.append(stats.hits if stats is not None else None)
+    return machine.done(driver) | {"hits": computed}
+
+
+def preemption(machine: Machine) -> dict[str, Any]:
+    driver = machine.engine(kv_cache_memory_bytes=SMALL_POOL, enable_prefix_caching=False)
+    scheduler, preempted = driver.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    for index, ids in enumerate(PROMPTS):
+        driver.add(str(index), ids, params(100))
+    driver.run_out()
+    return machine.done(driver) | {"preemptions": len(preempted)}
+
+
+def streaming_input(machine: Machine) -> dict[str, Any]:
+    """Two sessions whose input comes in three parts, beside an ordinary request."""
+    driver = machine.engine()
+    driver.add("plain", PROMPTS[3], params(60))
+    for part in range(3):
+        for name in ("one", "two"):
+            driver.add(name, prompt(part + len(name), 20), params(6), resumable=True)
+        driver.until(
+            lambda: {driver.status("one"), driver.status("two")} == {"WAITING_FOR_STREAMING_REQ"}
+        )
+    for name in ("one", "two"):
+        driver.add(name, [0], params(6))  # no more input
+    driver.run_out()
+    return machine.done(driver)
+
+
+def aborts(machine: Machine) -> dict[str, Any]:
+    """One abort in every state a request can be in; the others never notice."""
+    driver = machine.engine(
+        max_num_seqs=3, max_num_batched_tokens=32, kv_cache_memory_bytes=SMALL_POOL
+    )
+    scheduler, states = driver.scheduler, {}
+
+    def abort(name: str) -> None:
+        request = scheduler.requests[name]
+        chunk = "_PREFILL" if request.is_prefill_chunk else ""
+        states[name] = request.status.name + chunk
+        driver.abort(name)
+
+    driver.add("stays", PROMPTS[0], params(200))
+    driver.add("fresh", PROMPTS[1], params(10))
+    abort("fresh")
+    driver.add("prefill", PROMPTS[4], params(10))
+    driver.until(lambda: scheduler.requests["prefill"].is_prefill_chunk)
+    abort("prefill")
+    driver.add("decode", PROMPTS[2], params(100))
+    driver.until(lambda: len(driver.tokens.get("decode", ())) > 5)
+    abort("decode")
+    driver.add("listens", PROMPTS[2], params(3), resumable=True)
+    driver.until(lambda: driver.status("listens") == "WAITING_FOR_STREAMING_REQ")
+    abort("listens")
+    for name in ("big", "bigger"):
+        driver.add(name, PROMPTS[4], params(120))
+    driver.until(lambda: "PREEMPTED" in driver.status().values())
+    victims = [name for name, status in driver.status().items() if status == "PREEMPTED"]
+    abort(victims[0])
+    for name in ("stays", "big", "bigger"):
+        if name in scheduler.requests and name != "stays":
+            abort(name)
+    driver.run_out()
+    found = machine.done(driver)
+    return {"stays": found["tokens"].get("stays"), "states": sorted(set(states.values()))}
+
+
+def grammars(machine: Machine) -> dict[str, Any]:
+    """Answers that a grammar binds, beside free ones; and an abort while one is compiled."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    driver = machine.engine(skip_tokenizer_init=False)
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
+    bound = {
+        "choice": StructuredOutputsParams(choice=["yes it is", "no"]),
+        "regex": StructuredOutputsParams(regex="[a-c]{4}-[0-9]{3}"),
+        "json": StructuredOutputsParams(json=schema, disable_any_whitespace=True),
+    }
+    for name, grammar in bound.items():
+        sampling = params(30, structured_outputs=grammar, ignore_eos=False, detokenize=True)
+        driver.add(name, PROMPTS[2], sampling)
+        driver.add(f"free-{name}", PROMPTS[3], params(20))
+    slow = StructuredOutputsParams(regex="(a|b|cd){50}e{40}[f-z]{30}")
+    driver.add("aborted", PROMPTS[2], params(30, structured_outputs=slow, detokenize=True))
+    driver.abort("aborted")
+    driver.run_out()
+    tokenizer = driver.llm.get_tokenizer()
+    found = machine.done(driver)
+    found["text"] = {
+        name: tokenizer.decode(found["tokens"][name], skip_special_tokens=True) for name in bound
+    }
+    return found
+
+
+def speculation(machine: Machine) -> dict[str, Any]:
+    """Drafts from the prompt's own n-grams."""
+    repeats = [(prompt(seed, 9) * 8)[:60] for seed in range(6)]
+    plain = machine.engine()
+    spec = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    drafting = machine.engine(speculative_config=spec)
+    accepted = [0]
+    update = drafting.scheduler.update_from_output
+
+    def counted(scheduler_output: Any, model_output: Any) -> Any:
+        accepted[0] += sum(len(ids) > 1 for ids in model_output.sampled_token_ids)
+        return update(scheduler_output, model_output)
+
+    drafting.scheduler.update_from_output = counted
+    for driver in (plain, drafting):
+        for index, ids in enumerate(repeats):
+            driver.add(str(index), ids, params(40))
+        driver.run_out()
+    found = machine.done(drafting)
+    return found | {"same": drafting.tokens == plain.tokens, "accepted": accepted[0] > 0}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return tiny_text.findings(scenarios, tmp_path_factory.mktemp("upstream"))
