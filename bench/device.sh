@@ -23,6 +23,8 @@ done
 [ -n "$out" ] || usage
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
+python=${PYTHON:-python3}
+case $python in /*) ;; */*) python=$PWD/$python ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 rm -f "$out"/{steps.tsv,summary.json,calibration.json,transfer.json,interference.json,reload.json}
 : > "$out/steps.tsv"
@@ -30,11 +32,11 @@ rm -f "$out"/{steps.tsv,summary.json,calibration.json,transfer.json,interference
 has() { "$python" -c "import importlib.util, sys; sys.exit(any(
     importlib.util.find_spec(name) is None for name in sys.argv[1:]))" "$@"; }
 
-python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && ! has torch && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
 has torch numpy || { echo "device.sh: $python has no torch; set PYTHON=" >&2; exit 2; }
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 MPLBACKEND=Agg
-if [ ${#dry[@]} -eq 0 ] && ! "$python" -c "import torch, sys; sys.exit(not torch.cuda.is_available())"; then
+sees_gpu="import torch, sys; sys.exit(not torch.cuda.is_available())"
+if [ ${#dry[@]} -eq 0 ] && ! "$python" -c "$sees_gpu"; then
     echo "device.sh: torch sees no GPU here; give --dry-run to run every step on the CPU" >&2
     exit 2
 fi
@@ -78,9 +80,9 @@ live=("$python" -m liveserve.cli bench)
 if has pytest hypothesis; then
     tests=(tests/test_kernels_gpu.py)
     [ ${#dry[@]} -eq 0 ] || tests+=(tests/test_kernels_calibrate.py)
-    step kernels 100 "$python" -m pytest -q -p no:cacheprovider "${tests[@]}"
+    step kernels 120 "$python" -m pytest -q -p no:cacheprovider "${tests[@]}"
 else
-    step kernels 100 "${live[@]}" transfer "${dry[@]}" --refcheck --repeats 1 --compute idle \
+    step kernels 120 "${live[@]}" transfer "${dry[@]}" --refcheck --repeats 1 --compute idle \
         --sizes 4096 16384 262144 --counts 48 960
 fi
 
@@ -94,8 +96,8 @@ if [ ${#dry[@]} -eq 0 ] && [ -z "$sanitizer" ]; then
     record memcheck skipped 0 "compute-sanitizer is not installed"
     echo "skipped  memcheck: compute-sanitizer is not installed"
 else
-    step memcheck 70 "${checker[@]}" "${live[@]}" transfer "${dry[@]}" --refcheck --repeats 1 --max-mib 2 \
-        --sizes 4096 65536 --counts 96 --traffic load store --compute idle
+    step memcheck 70 "${checker[@]}" "${live[@]}" transfer "${dry[@]}" --refcheck --repeats 1 \
+        --max-mib 2 --sizes 4096 65536 --counts 96 --traffic load store --compute idle
 fi
 
 # 3. The chooser's table for this machine.
@@ -104,12 +106,13 @@ table=()
 [ ! -s "$out/calibration.json" ] || table=(--table "$out/calibration.json")
 
 # 4. Every method, alone and in both directions at once; then beside a decode-like loop.
-step transfer 115 "${live[@]}" transfer "${dry[@]}" --refcheck --compute idle --budget-s 90 "${table[@]}" \
-    --json "$out/transfer.json" --plot "$out/transfer.png"
+step transfer 115 "${live[@]}" transfer "${dry[@]}" --refcheck --compute idle --budget-s 90 \
+    "${table[@]}" --json "$out/transfer.json" --plot "$out/transfer.png"
 sizes=(4096 16384 65536 524288 2097152)
 [ ${#dry[@]} -eq 0 ] || sizes=(4096 65536)
-step interference 70 "${live[@]}" transfer "${dry[@]}" --compute decode --budget-s 45 "${table[@]}" \
-    --sizes "${sizes[@]}" --json "$out/interference.json" --plot "$out/interference.png"
+step interference 70 "${live[@]}" transfer "${dry[@]}" --compute decode --budget-s 45 \
+    "${table[@]}" --sizes "${sizes[@]}" \
+    --json "$out/interference.json" --plot "$out/interference.png"
 
 # 5. What a turn waits for.
 step reload 70 "${live[@]}" reload "${dry[@]}" "${table[@]}" \

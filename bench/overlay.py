@@ -145,14 +145,14 @@ def with_blocks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
         if request.session is None:
             raise TraceError("the trace has neither sessions nor prompt blocks to tell them by")
         history = ids[request.session]
-        full = tokens[request.session] // MOONCAKE_BLOCK_TOKENS
         tokens[request.session] += request.input_tokens
         wanted = -(-tokens[request.session] // MOONCAKE_BLOCK_TOKENS)
-        del history[full:]  # a block that was only started is another block now
         started = wanted - len(history)
         history += range(fresh, fresh + started)
         fresh += started
         filled.append(replace(request, input_tokens=tokens[request.session], blocks=tuple(history)))
+        # A block that this prompt only starts is another block once it is full.
+        del history[tokens[request.session] // MOONCAKE_BLOCK_TOKENS :]
         tokens[request.session] += request.output_tokens
     return filled
 

@@ -21,13 +21,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     except ImportError:
         print(plain_table(title, columns, rows))
         return
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     # A file has no width of its own: nothing is cut there.
     console = Console() if sys.stdout.isatty() else Console(width=160)
+    print(title)  # not as the table's title, which is wrapped at the table's width
     console.print(table)
 
 

@@ -70,7 +70,7 @@ _DECODE_LAYERS = 16
 GPU = Scale(
     sizes=SIZES,
     counts=(48, 480, 4800),
-    max_bytes=128 * MIB,
+    max_bytes=64 * MIB,
     repeats=7,
     decode_steps=40,
     decode_shape=ModelShape(_DECODE_LAYERS, *(getattr(THINKER, n) for n in THINKER.__slots__[1:])),
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fragments in a copy (48 480 4800); fewer where the copy would be larger than "
         "--max-mib. Runs of both directions and beside decoding take the largest only",
     )
-    parser.add_argument("--max-mib", type=int, metavar="MIB", help="of a copy (128)")
+    parser.add_argument("--max-mib", type=int, metavar="MIB", help="of a copy (64)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="(all that can run here)")
     parser.add_argument(
         "--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC), help="directions (all)"
@@ -311,8 +311,8 @@ class TransferBench:
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise ValueError(
-                f"--max-mib {self.scale.max_bytes // MIB} needs four times as much memory on either "
-                f"side: {reason}"
+                f"--max-mib {self.scale.max_bytes // MIB} takes four times as much on either side: "
+                f"{reason}"
             ) from error
 
     def _decode_loop(self) -> DecodeLoop:
@@ -613,7 +613,10 @@ def save_plot(path: Path, cases: Sequence[dict[str, Any]], title: str) -> bool:
         (traffic, compute)
         for compute in COMPUTE
         for traffic in TRAFFIC
-        if any(_is(c, traffic=traffic, compute=compute) for c in cases)
+        if any(
+            _is(c, traffic=traffic, compute=compute) and "link_fraction" in c["metrics"]
+            for c in cases
+        )
     ]
     columns = min(3, len(panels)) or 1
     lines = -(-len(panels) // columns) or 1
@@ -623,7 +626,7 @@ def save_plot(path: Path, cases: Sequence[dict[str, Any]], title: str) -> bool:
         axes.set_visible(False)
     image = None
     for axes, (traffic, compute) in zip(all_axes, panels, strict=False):
-        image = _heat_map(axes, cases, traffic, compute) or image
+        image = _heat_map(axes, cases, traffic, compute)
     if image is not None:
         figure.colorbar(image, ax=list(all_axes), label="share of the measured limit", shrink=0.8)
     figure.suptitle(f"Transfers, {title}", fontsize=11, x=0.01, ha="left")
@@ -647,8 +650,6 @@ def _heat_map(axes: Any, cases: Sequence[dict[str, Any]], traffic: str, compute:
     most = "" if limit is None else f", limit {limit:.1f} GB/s"
     axes.set_title(f"{what}, {'beside decoding' if compute == 'decode' else 'idle'}{most}",
                    fontsize=9, loc="left")  # fmt: skip
-    if not largest:
-        return None
     shares = [
         [_metric(largest.get((method, size)), "link_fraction") for size in sizes]
         for method in methods
@@ -658,11 +659,11 @@ def _heat_map(axes: Any, cases: Sequence[dict[str, Any]], traffic: str, compute:
     axes.set_yticks(range(len(methods)), methods, fontsize=8)
     for row, method in enumerate(methods):
         for column, size in enumerate(sizes):
-            case = largest.get((method, size))
-            if case is None:
+            measured = largest.get((method, size))
+            if measured is None:
                 continue
-            text = f"{case['metrics']['bandwidth_gbps']:.1f}"
-            slowdown = case["metrics"].get("decode_slowdown")
+            text = f"{measured['metrics']['bandwidth_gbps']:.1f}"
+            slowdown = measured["metrics"].get("decode_slowdown")
             if slowdown is not None:
                 text += f"\n{100 * slowdown:+.0f} %"
             shade = "black" if shares[row][column] > 0.6 else "white"

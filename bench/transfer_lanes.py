@@ -41,14 +41,31 @@ class Arena:
         self._host = HostPool(1, 2 * max_bytes, device=device)
 
     def case(self, fragment_bytes: int, count: int) -> Case:
-        """See ``Case``."""
+        """See ``Case``; as many of ``count`` fragments as are whole blocks of up to 48 layers."""
         layers = min(MAX_LAYERS, count)
         blocks = count // layers
         total = 2 * layers * blocks * fragment_bytes
-        shape = (layers, 2 * blocks, fragment_bytes)
-        stored = self._stored[:total].view(shape)
-        pool = self._host.data.view(-1)[:total].view(2 * blocks, layers * fragment_bytes)
-        return Case(stored, pool)
+        shapes = (layers, 2 * blocks, fragment_bytes), (2 * blocks, layers * fragment_bytes)
+
+        def views(sides: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            stored, pool = (
+                side[:total].view(shape) for side, shape in zip(sides, shapes, strict=True)
+            )
+            return stored, pool
+
+        stored, pool = views((self._stored, self._host.data.view(-1)))
+        return Case(stored, pool, lambda: views(self._random))
+
+    @cached_property
+    def _random(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random bytes for both sides, made once."""
+        torch.manual_seed(1)
+        words = [
+            torch.empty_like(side).view(torch.int64)
+            for side in (self._stored, self._host.data.view(-1))
+        ]
+        stored, pool = (word.random_().view(torch.uint8) for word in words)
+        return stored, pool
 
     def close(self) -> None:
         """Unpins; no case may be used any more."""
@@ -62,13 +79,19 @@ class Case:
 
     ``stored`` is uint8 ``[layers, 2 * blocks, fragment_bytes]``, ``pool`` uint8
     ``[2 * blocks, layers * fragment_bytes]``. A copy moves one of two disjoint ``sets`` of blocks
-    and slots, in random order, so two copies can be under way.
+    and slots, in random order, so two copies can be under way. ``random_bytes`` gives contents to
+    check with, shaped like both.
 
     Raises:
         ValueError: fragments that are no multiple of 16 bytes.
     """
 
-    def __init__(self, stored: torch.Tensor, pool: torch.Tensor) -> None:
+    def __init__(
+        self,
+        stored: torch.Tensor,
+        pool: torch.Tensor,
+        random_bytes: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
         layers, twice, fragment_bytes = stored.shape
         if fragment_bytes % SLOT_ALIGN_BYTES:
             raise ValueError(
@@ -76,6 +99,7 @@ class Case:
             )
         self.stored = stored
         self.pool = pool
+        self._random_bytes = random_bytes
         self.cache = PagedCache.from_allocation(stored)
         self.fragment_bytes = fragment_bytes
         self.count = layers * twice // 2
@@ -84,15 +108,6 @@ class Case:
         order = [draw.permutation(twice).astype(np.int64) for _ in range(2)]
         half = twice // 2
         self.sets = [(order[0][:half], order[1][:half]), (order[0][half:], order[1][half:])]
-
-    @cached_property
-    def _random(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random bytes for both sides; the same for all methods."""
-        torch.manual_seed(self.nbytes)
-        return tuple(  # type: ignore[return-value]
-            torch.empty_like(side).view(torch.int64).random_().view(torch.uint8)
-            for side in (self.stored, self.pool)
-        )
 
     def check(self, name: str, direction: Direction, copy: Callable[[int], None]) -> None:
         """Whether ``copy(0)`` writes set 0 of the side it writes, whole, and nothing else.
@@ -104,7 +119,7 @@ class Case:
         """
         blocks, slots = (torch.from_numpy(ids) for ids in self.sets[0])
         load = direction is Direction.LOAD
-        stored, pool = self._random
+        stored, pool = self._random_bytes()
         source, target = (self.pool, self.stored) if load else (self.stored, self.pool)
         source.copy_(pool if load else stored)
         target.fill_(_UNTOUCHED)
@@ -389,7 +404,7 @@ class DecodeRunner(Runner):
     """Steps of a decode loop."""
 
     def __init__(self, loop: DecodeLoop, minimum: int) -> None:
-        super().__init__(minimum, ahead=4)
+        super().__init__(minimum, ahead=8)
         self._loop = loop
 
     def issue(self) -> None:

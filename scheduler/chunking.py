@@ -92,14 +92,16 @@ class ChunkProgress:
 
     def observe(self, clock: PlaybackClock | None, now_s: float) -> None:
         """Learn from how much of what was sent has been routed."""
-        while clock is not None and self._under_way:
-            total_s, since_s = self._under_way[0]
-            # The client's total is cut to whole milliseconds.
-            if clock.routed_s + 0.01 < total_s:
-                return
-            # Seen late if the request did not run meanwhile: what is routed is known to the clock.
-            self.times.delivered(min(now_s, max(clock.position_at_s, since_s)) - since_s)
-            del self._under_way[0]
+        if clock is None:
+            return
+        # The client's total is cut to whole milliseconds.
+        there = [
+            since_s for total_s, since_s in self._under_way if clock.routed_s + 0.01 >= total_s
+        ]
+        if there:
+            # Seen late if the request did not run meanwhile; the clock knows when the last one came.
+            self.times.delivered(min(now_s, max(clock.routed_at_s, there[-1])) - there[-1])
+            del self._under_way[: len(there)]
 
     def leave(self, frame_audio_s: float, now_s: float) -> int:
         """All pending frames are sent now; returns how many."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from liveserve.scheduler.policy_config import PolicyConfig
 from liveserve.scheduler.utility import Weights
 
-
 # Users who interrupt more rarely than this count as users who never do.
 _RARE = 0.02
 

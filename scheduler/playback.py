@@ -31,6 +31,7 @@ class PlaybackClock(msgspec.Struct):
     Attributes:
         rate: seconds of audio the client plays per second of wall time (1.0 is real time).
         routed_s: seconds of audio handed to the client so far.
+        routed_at_s: when the last of it was.
         position_s: seconds played at ``position_at_s``.
         acked_s: highest position the client reported.
         acked_at_s: when it did; negative if it never did.
@@ -41,6 +42,7 @@ class PlaybackClock(msgspec.Struct):
 
     rate: float = 1.0
     routed_s: float = 0.0
+    routed_at_s: float = 0.0
     position_s: float = 0.0
     position_at_s: float = 0.0
     acked_s: float = 0.0
@@ -91,7 +93,7 @@ class PlaybackClock(msgspec.Struct):
             if played >= self.routed_s and not self.complete and not self.paused:
                 self.stalls += 1
             self.position_s, self.position_at_s = played, max(now_s, self.position_at_s)
-        self.routed_s = total_s
+        self.routed_s, self.routed_at_s = total_s, now_s
 
     def ack(self, played_s: float, now_s: float) -> None:
         """The client has played ``played_s`` seconds.
@@ -126,7 +128,8 @@ class PlaybackClock(msgspec.Struct):
 
     def restart(self) -> None:
         """A new response begins: nothing routed, nothing played, same rate."""
-        self.routed_s = self.position_s = self.position_at_s = self.acked_s = 0.0
+        self.routed_s = self.routed_at_s = 0.0
+        self.position_s = self.position_at_s = self.acked_s = 0.0
         self.acked_at_s = -1.0
         self.stalls = 0
         self.paused = self.complete = False

@@ -52,6 +52,7 @@ class SessionView(msgspec.Struct):
         self.opened_at_s += offset_s
         self.ready_at_s += offset_s
         self.last_event_s += offset_s
+        self.clock.routed_at_s += offset_s
         self.clock.position_at_s += offset_s
         if self.clock.acked_at_s >= 0:
             self.clock.acked_at_s += offset_s

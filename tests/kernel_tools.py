@@ -253,6 +253,7 @@ def run_all(streams: list[FakeStream], seed: int) -> None:
 EMULATED = r"""
 #include <cstring>
 #include <deque>
+#include <map>
 #include <vector>
 #define __global__
 #define __shared__
@@ -264,16 +265,23 @@ unsigned char buffers[WARPS * STAGES * CHUNK] __attribute__((aligned(128)));
 struct Transfer { u64 target, source; u32 nbytes; u64 barrier; };
 static std::vector<Transfer> loads;
 static std::deque<Transfer> stores;
+static std::map<u64, int> owners;  // warp of every buffer and barrier of the program
 static int early_loads, error;
 
 static void move(const Transfer& t) { memcpy((void*)t.target, (const void*)t.source, t.nbytes); }
 static void check(u64 a, u64 b, u32 n) { if ((a | b | n) % 16) error = 1; }
+static void own(u64 address) {
+    const int warp = threadIdx.x / 32;
+    if (owners.emplace(address, warp).first->second != warp) error = 4;
+}
 static shared_t shared_address(const void* pointer) { return (u64)pointer; }
 static void init_barriers(shared_t barriers, int count) {
     memset((void*)barriers, 0, 8 * count);
 }
 static void start_load(shared_t buffer, u64 source, u32 nbytes, shared_t barrier) {
     check(buffer, source, nbytes);
+    own(buffer);
+    own(barrier);
     const Transfer load = {buffer, source, nbytes, barrier};
     if (early_loads) move(load);
     loads.push_back(load);
@@ -307,12 +315,14 @@ extern "C" int launch(int grid, int early, const i64* table, const i64* block_id
     early_loads = early;
     error = 0;
     gridDim.x = grid;
-    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)
+    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
+        owners.clear();
         for (threadIdx.x = 0; threadIdx.x < WARPS * 32; threadIdx.x++) {
             bulk_copy(table, block_ids, slot_ids, num_rows, num_fragments, num_chunks, pool_base,
                       slot_stride, load);
             if (!loads.empty() || !stores.empty()) error = 3;
         }
+    }
     return error;
 }
 """

@@ -173,7 +173,7 @@ def test_replay_with_signals_lies_between_lru_and_the_optimum():
 
 def test_replay_counts_hits_and_what_must_come_back_over_the_link():
     cached = [(0, 1, 2), (5, 6, 7), (0, 1, 2, 3)]
-    requests = [prompt(10.0 * n, *blocks, 99) for n, blocks in enumerate(cached)]
+    requests = [prompt(10.0 * n, *blocks, 90 + n) for n, blocks in enumerate(cached)]
     seen = lay_over(requests, "none", VoiceModel(), seed=1)
     sessions = [what.session for what in seen]
     assert sessions == [0, 1, 0]
@@ -186,7 +186,7 @@ def test_replay_counts_hits_and_what_must_come_back_over_the_link():
 
 def test_prompts_larger_than_the_memory_are_cut():
     cached = [tuple(range(10)), tuple(range(10))]
-    requests = [prompt(float(n), *range(10), 99) for n in range(2)]
+    requests = [prompt(float(n), *range(10), 90 + n) for n in range(2)]
     seen = lay_over(requests, "none", VoiceModel(), seed=1)
     result = replay(cached, seen, Lru(10), NextUse(), 4)
     assert (result.hits, result.blocks, result.victims) == (4, 20, [])

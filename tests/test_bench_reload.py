@@ -84,9 +84,10 @@ def test_every_case_gives_the_output_of_a_session_that_never_left():
         assert [layer for layer, _ in one.layers] == [*range(SMALL.layers)] * chunks
         assert one.num_bytes == (0 if one.moved is None else num_bytes)
         if one.moved is not None:
-            assert one.moved[2] - one.moved[1] > 0.9 * paced_s
+            # A late wake-up of the link's thread is queueing.
+            assert one.moved[2] - one.moved[0] > 0.9 * paced_s
     path = turns["on path"].parts_s()
-    assert path["transfer"] > 0.9 * paced_s
+    assert path["queue"] + path["transfer"] > 0.9 * paced_s
     assert turns["preloaded"].parts_s()["transfer"] == turns["preloaded"].parts_s()["queue"] == 0
     # The first layer of a load in layers runs before the last has come.
     layer_wise = turns["layer-wise"]

@@ -73,7 +73,7 @@ def hold(folder: Path) -> dict[str, Any]:
 
 
 def sleep(folder: Path) -> dict[str, Any]:
-    return asyncio.run(_sleep(tiny_text.write_model(folder)))
+    return asyncio.run(asyncio.wait_for(_sleep(tiny_text.write_model(folder)), 60))
 
 
 async def _sleep(folder: Path) -> dict[str, Any]:
@@ -83,7 +83,6 @@ async def _sleep(folder: Path) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **tiny_text.options(OURS)))
-    (pid,) = [child.pid for child in multiprocessing.active_children()]
     made: list[float] = []  # when a's tokens came
 
     async def generate(request_id: str, tokens: int, times: list[float]) -> None:
@@ -100,6 +99,7 @@ async def _sleep(folder: Path) -> dict[str, Any]:
         return decode_reply(bytes(answer))
 
     try:
+        pid = multiprocessing.active_children()[0].pid
         now_s = time.monotonic()
         events = [*asks("a", now_s), hears("a", now_s, 1.0), Event(EventKind.BARGE_IN, "z", now_s)]
         await exchange(events, 0)

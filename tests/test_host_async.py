@@ -24,7 +24,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -42,6 +42,7 @@ class Worker:
     """A model runner, as far as a scheduler can tell."""
 
     def __init__(self, v2: bool) -> None:
+        self.drafts: dict[str, list[int]] = {}  # of the step before, where there is speculation
         self._v2 = v2
         self._tokens: dict[str, list[int]] = {}
         self._last: set[str] = set()
@@ -62,10 +63,16 @@ class Worker:
         sampled = []
         for name, count in output.num_scheduled_tokens.items():
             tokens = self._tokens[name]
-            end = done[name] + count
+            drafts = output.scheduled_spec_decode_tokens.get(name, [])
+            end = done[name] + count - len(drafts)
             assert end <= len(tokens), f"{name}: {end} tokens scheduled, {len(tokens)} are known"
-            sampled.append([next_token(tokens)] if end == len(tokens) else [])
-            tokens += sampled[-1]
+            sampled.append([])
+            for draft in [*drafts, None] if end == len(tokens) else []:
+                sampled[-1].append(next_token(tokens))
+                tokens.append(sampled[-1][-1])
+                if draft != tokens[-1]:
+                    break
+            self.drafts[name] = [next_token(tokens), 0] if sampled[-1] else []
         self._last = set(output.num_scheduled_tokens)
         names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled)
@@ -110,6 +117,9 @@ class Engine:
 
     def _update(self) -> None:
         made = self.scheduler.update_from_output(*self.under_way.popleft())
+        if self.scheduler.num_spec_tokens:
+            drafts = self.worker.drafts
+            self.scheduler.update_draft_token_ids(DraftTokenIds([*drafts], [*drafts.values()]))
         for core_outputs in made.values():
             for output in core_outputs.outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -278,6 +288,22 @@ class Speculation:
 
     def __getattr__(self, name: str) -> Any:
         return (lambda: False) if name.startswith(("use", "uses")) else None
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_drafts_outlive_a_hold(make, v2):
+    """Synchronously drafts stay with the request until it is scheduled."""
+    engine = make(False, v2, spec=2)
+    held = tiny_text.shuffle_plans(engine.scheduler)
+    steps = engine.scheduler.current_step
+    for index, length in enumerate(LENGTHS):
+        engine.add(str(index), tiny_text.prompt(index, length), 60)
+    engine.run_out()
+    for index, length in enumerate(LENGTHS):
+        assert engine.tokens[str(index)] == expected(tiny_text.prompt(index, length), 60)
+    assert sum(held) > 30
+    # Two tokens a step: fewer steps than tokens, in spite of the holds.
+    assert engine.scheduler.current_step - steps < 120
 
 
 def test_drafts_that_only_a_worker_knows_are_not_held(make, caplog):

@@ -113,10 +113,11 @@ for name, routed in (("far", 60.0), ("near", 0.1)):
                Event(EventKind.COMMITTED, name, now),
                Event(EventKind.RESPONSE_CREATED, name, now, response_id="r"),
                Event(EventKind.AUDIO_ROUTED, name, now, routed, "r")]
-core = llm.llm_engine.engine_core.engine_core
-core.liveserve_exchange(encode(Batch("", now, 0, events, views=[])))
 for name in ("far", "middle", "other", "near"):
     add(llm, name, PROMPTS[1])
+drive(llm, scheduler, at_most=2)  # they run in the order in which they came, until this is known:
+core = llm.llm_engine.engine_core.engine_core
+core.liveserve_exchange(encode(Batch("", now, 0, events, views=[])))
 victims = []
 count = scheduler._preempt_request
 def watch(request, *args, **kwargs):

@@ -7,6 +7,7 @@ requests at random and holds a random share of them. Tokens are the same.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ def scenarios(folder: Path) -> dict[str, Any]:
                 streaming_input,
                 aborts,
                 grammars,
-                speculation,
             )
         }
         found[name]["held"] = machine.held
@@ -193,28 +193,49 @@ def grammars(machine: Machine) -> dict[str, Any]:
     return found
 
 
-def speculation(machine: Machine) -> dict[str, Any]:
-    """Drafts from the prompt's own n-grams."""
-    repeats = [(prompt(seed, 9) * 8)[:60] for seed in range(6)]
-    plain = machine.engine()
-    spec = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    drafting = machine.engine(speculative_config=spec)
-    accepted = [0]
-    update = drafting.scheduler.update_from_output
-
-    def counted(scheduler_output: Any, model_output: Any) -> Any:
-        accepted[0] += sum(len(ids) > 1 for ids in model_output.sampled_token_ids)
-        return update(scheduler_output, model_output)
-
-    drafting.scheduler.update_from_output = counted
-    for driver in (plain, drafting):
-        for index, ids in enumerate(repeats):
-            driver.add(str(index), ids, params(40))
-        driver.run_out()
-    found = machine.done(drafting)
-    return found | {"same": drafting.tokens == plain.tokens, "accepted": accepted[0] > 0}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     return tiny_text.findings(scenarios, tmp_path_factory.mktemp("upstream"))
+
+
+@pytest.mark.parametrize(
+    "what", ["generation", "chunks_and_prefixes", "streaming_input", "grammars"]
+)
+def test_results_are_those_of_the_host(found, what):
+    assert found["ours"][what] == found["stock"][what]
+
+
+def test_half_of_the_prompts_come_from_the_cache_the_second_time(found):
+    first, second = found["ours"]["chunks_and_prefixes"]["hits"]
+    assert second - first > 100
+
+
+def test_preempted_requests_resume(found):
+    ours, stock = (found[name]["preemption"] for name in ("ours", "stock"))
+    assert ours["preemptions"] > 0
+    assert stock["preemptions"] > 0
+    assert ours["tokens"] == stock["tokens"]
+    assert ours["finished"] == stock["finished"]
+
+
+def test_sessions_take_input_in_parts(found):
+    tokens = found["ours"]["streaming_input"]["tokens"]
+    assert {name: len(ids) for name, ids in tokens.items()} == {"plain": 60, "one": 18, "two": 18}
+
+
+def test_grammars_bind(found):
+    text = found["ours"]["grammars"]["text"]
+    assert text["choice"] in ("yes it is", "no")
+    assert re.fullmatch("[a-c]{4}-[0-9]{3}", text["regex"])
+    assert "aborted" not in found["ours"]["grammars"]["tokens"]
+
+
+def test_a_request_can_be_aborted_in_every_state(found):
+    ours, stock = (found[name]["aborts"] for name in ("ours", "stock"))
+    assert ours["stays"] == stock["stays"]
+    assert {"WAITING", "RUNNING", "RUNNING_PREFILL", "PREEMPTED"} <= set(ours["states"])
+    assert "WAITING_FOR_STREAMING_REQ" in ours["states"]
+
+
+def test_the_rounds_really_held(found):
+    assert found["ours"]["held"] > 300

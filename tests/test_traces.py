@@ -112,7 +112,8 @@ def changed(record: dict, field: str, value: object) -> dict:
     ],
 )
 def test_a_wrong_field_is_named_with_its_line(file, record, field, value):
-    path = file(record, changed(record, field, value))
+    second = record | {"turn": 1} if record is INTERACTION else record
+    path = file(record, changed(second, field, value))
     with pytest.raises(TraceError) as caught:
         read_trace(path)
     assert str(caught.value).startswith(f"{path}:2: {field}: ")
