@@ -564,8 +564,8 @@ def save_plot(path: Path, cases: Sequence[dict[str, Any]], title: str) -> bool:
     end = min(max(left), 3 * max(others, default=max(left)))
     axes.set_xlim(0, 1.12 * end)
     for row, total in enumerate(left):
-        arrow = " →" if total > end else ""
-        axes.text(min(total, end), row, f" {total:.1f}{arrow}", va="center", fontsize=8)
+        text, colour = (f" {total:.1f}", "black") if total <= end else (f"{total:.1f} →", "white")
+        axes.text(min(total, end), row, text, va="center", fontsize=8, color=colour)
     axes.invert_yaxis()
     axes.set_xlabel("ms from the turn's arrival to its last layer's end (medians)")
     axes.spines[["top", "right"]].set_visible(False)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from liveserve import gc_guard
 from liveserve.config import LiveServeConfig, change_switches
-from liveserve.events import Event, Reply, to_builtins
+from liveserve.events import Event, EventKind, Reply, to_builtins
 from liveserve.metrics import Metrics
 from liveserve.monitor import EngineKey, Monitor, Send
 from liveserve.runtime import session_row
@@ -46,9 +47,11 @@ class InteractionPlane:
         self.monitor = Monitor(config, self.tracker.table, engines, self._on_reply)
         self._errors = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._gc: gc_guard.GcGuard | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Carry events until ``stop`` is set."""
+        self._gc = gc_guard.install()
         global _current
         self._loop, _current = asyncio.get_running_loop(), self
         try:
@@ -78,6 +81,8 @@ class InteractionPlane:
 
     def _publish(self, event: Event) -> None:
         self.metrics.event(event)
+        if self._gc is not None and event.kind is EventKind.RESPONSE_DONE:
+            self._gc.answered()
         if self.config.monitor:
             self.monitor.publish(event)
 

@@ -99,7 +99,7 @@ class ChunkProgress:
             since_s for total_s, since_s in self._under_way if clock.routed_s + 0.01 >= total_s
         ]
         if there:
-            # Seen late if the request did not run meanwhile; the clock knows when the last one came.
+            # Seen late if the request did not run meanwhile; the clock knows when it came.
             self.times.delivered(min(now_s, max(clock.routed_at_s, there[-1])) - there[-1])
             del self._under_way[: len(there)]
 

@@ -63,7 +63,7 @@ def small(**changes) -> Setting:
         "other_tokens": 64,
         "chunk_tokens": 64,
         "repeats": 1,
-        "link_gbps": 0.1,
+        "link_gbps": 0.01,  # slow: a layer computes long before the next has come
     }
     return Setting(device="cpu", shape=SMALL, dtype=torch.float32, **(sizes | changes))
 
@@ -78,7 +78,7 @@ def test_every_case_gives_the_output_of_a_session_that_never_left():
         assert min(parts.values()) >= 0
         assert sum(parts.values()) == pytest.approx(one.total_s)
     num_bytes = 8 * SMALL.layers * 2 * 16 * 4 * 128 * 2
-    paced_s = num_bytes / 0.1e9
+    paced_s = num_bytes / 0.01e9
     for name, one in turns.items():
         chunks = 3 if name == "recompute" else 1
         assert [layer for layer, _ in one.layers] == [*range(SMALL.layers)] * chunks
@@ -97,7 +97,7 @@ def test_every_case_gives_the_output_of_a_session_that_never_left():
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.load is Kind.ON_PATH])
 def test_a_layer_that_reads_too_early_shows(case, monkeypatch):
-    with ReloadBench(small(link_gbps=0.02), BUILT_IN) as bench:
+    with ReloadBench(small(link_gbps=0.004), BUILT_IN) as bench:
         bench._prepare()
         monkeypatch.setattr(bench.engine, "order_compute", lambda *_: None)
         assert not bench.measure(case).correct
@@ -105,7 +105,7 @@ def test_a_layer_that_reads_too_early_shows(case, monkeypatch):
 
 def test_layers_that_come_in_the_wrong_order_show(monkeypatch):
     """A load that is not layer-wise, waited for as if it were."""
-    with ReloadBench(small(link_gbps=0.02), BUILT_IN) as bench:
+    with ReloadBench(small(link_gbps=0.004), BUILT_IN) as bench:
         bench._prepare()
         order = bench.engine.order_compute
         monkeypatch.setattr(bench.engine, "order_compute", lambda load, n: order(load, n - 1))
@@ -122,6 +122,37 @@ def test_a_load_that_fails_is_an_error(monkeypatch):
         monkeypatch.setattr(bench.engine.link.method, "copy", copy)
         with pytest.raises(TransferError):
             bench.measure(ON_PATH)
+
+
+def test_the_gpu_clock_puts_events_on_the_host_clock(monkeypatch):
+    now_ms = [500.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = now_ms[0]
+
+        def synchronize(self):
+            assert self.at_ms <= now_ms[0]
+
+        def elapsed_time(self, later):
+            return later.at_ms - self.at_ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name in ("range_push", "range_pop"):
+        monkeypatch.setattr(torch.cuda.nvtx, name, lambda *_: None)
+    monkeypatch.setattr(reload.time, "monotonic", lambda: 70.0)
+    clock = reload._GpuClock("cuda:0")
+    for layer in (0, 1):
+        now_ms[0] += 2
+        clock.begin(layer)
+        now_ms[0] += 5
+        clock.end(layer)
+    (_, first), (_, second) = clock.read()
+    assert first == pytest.approx((70.002, 70.007))
+    assert second == pytest.approx((70.009, 70.014))
 
 
 DRY = ["bench", "reload", "--dry-run", "--history-tokens", "128", "--new-tokens", "32",

@@ -21,6 +21,7 @@ from liveserve.bench.transfer_lanes import (
     ContiguousCopy,
     CopyLane,
     EngineLane,
+    EventMark,
     FragmentCopy,
     HostMark,
     Runner,
@@ -164,6 +165,31 @@ def test_a_runner_that_fails_ends_the_others(fail_at):
     with pytest.raises(RuntimeError, match="broken step"):
         run_together([Steps(3), Steps(10**9, fail_at=fail_at)])
     assert threading.active_count() == before
+
+
+def test_event_marks_give_seconds(monkeypatch):
+    class Event:
+        made = 0
+
+        def __init__(self, enable_timing, blocking):
+            assert enable_timing
+            assert blocking, "an event that spins would hold a core"
+            Event.made += 1
+            self.at_ms = 10.0 * Event.made
+
+        def record(self, stream):
+            assert stream == "stream"
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, later):
+            return later.at_ms - self.at_ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    first, second = EventMark("stream"), EventMark("stream")
+    second.wait()
+    assert second.since(first) == pytest.approx(0.01)
 
 
 def test_counts_fit_and_are_whole_blocks():

@@ -179,6 +179,19 @@ def make(folder, monkeypatch):
     return engine
 
 
+def hold(runtime: Any, name: str) -> Any:
+    """Let every plan hold ``name``. Returns the method that makes the plans otherwise."""
+    planned = runtime.plan
+
+    def plan() -> Any:
+        made = planned()
+        runtime.held = frozenset([name])
+        return made._replace(held=runtime.held)
+
+    runtime.plan = plan
+    return planned
+
+
 @pytest.mark.parametrize(("asynchronous", "v2"), KINDS, ids=IDS)
 @pytest.mark.parametrize("blocks", [100, 20], ids=["roomy", "preempting"])
 def test_tokens_are_the_same_whatever_a_plan_says(make, asynchronous, v2, blocks):
@@ -207,13 +220,7 @@ def test_a_held_request_gets_nothing_and_keeps_its_place(make, asynchronous, v2)
     for _ in range(6):
         engine.step()
     runtime = engine.scheduler.liveserve
-    planned = runtime.plan
-
-    def hold_a() -> Any:
-        runtime.held = frozenset("a")
-        return planned()._replace(order=("b", "a"), held=runtime.held)
-
-    runtime.plan = hold_a
+    planned = hold(runtime, "a")
     for _ in range(10):
         assert set(engine.step().num_scheduled_tokens) == {"b"}
     assert "a" in [request.request_id for request in engine.scheduler.running]
@@ -237,13 +244,7 @@ def test_no_step_is_kept_waiting_by_a_doze(make, asynchronous, v2):
     engine.add("a", tiny_text.prompt(1, 20), 40)
     for _ in range(5):
         engine.step()
-    planned = runtime.plan
-
-    def hold_a() -> Any:
-        runtime.held = frozenset("a")
-        return planned()._replace(held=runtime.held)
-
-    runtime.plan = hold_a
+    hold(runtime, "a")
     for _ in range(6):
         assert not engine.step().num_scheduled_tokens
     with_tokens = [under_way for _, under_way in dozes if under_way > engine.depth - 1]

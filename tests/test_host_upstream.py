@@ -86,14 +86,20 @@ def generation(machine: Machine) -> dict[str, Any]:
 
 def chunks_and_prefixes(machine: Machine) -> dict[str, Any]:
     driver = machine.engine(max_num_batched_tokens=32, enable_prefix_caching=True)
-    computed = []
+    schedule, computed = driver.scheduler.schedule, []
+
+    def counted(*args: Any) -> Any:
+        output = schedule(*args)
+        computed[-1] += output.total_num_scheduled_tokens
+        return output
+
+    driver.scheduler.schedule = counted
     for turn in range(2):
+        computed.append(0)
         for index, ids in enumerate(PROMPTS):
             driver.add(f"{turn}-{index}", ids, params(12))
         driver.run_out()
-        stats = driver.scheduler.kv_cache_manager.prefix_cache_stats
-        computed.append(stats.hits if stats is not None else None)
-    return machine.done(driver) | {"hits": computed}
+    return machine.done(driver) | {"computed": computed}
 
 
 def preemption(machine: Machine) -> dict[str, Any]:
@@ -141,7 +147,7 @@ def aborts(machine: Machine) -> dict[str, Any]:
         states[name] = request.status.name + chunk
         driver.abort(name)
 
-    driver.add("stays", PROMPTS[0], params(200))
+    driver.add("stays", PROMPTS[0], params(220))
     driver.add("fresh", PROMPTS[1], params(10))
     abort("fresh")
     driver.add("prefill", PROMPTS[4], params(10))
@@ -155,12 +161,10 @@ def aborts(machine: Machine) -> dict[str, Any]:
     abort("listens")
     for name in ("big", "bigger"):
         driver.add(name, PROMPTS[4], params(120))
-    driver.until(lambda: "PREEMPTED" in driver.status().values())
-    victims = [name for name, status in driver.status().items() if status == "PREEMPTED"]
-    abort(victims[0])
-    for name in ("stays", "big", "bigger"):
-        if name in scheduler.requests and name != "stays":
-            abort(name)
+    pair = ("big", "bigger")
+    driver.until(lambda: "PREEMPTED" in map(driver.status, pair))
+    for name in sorted(pair, key=lambda name: driver.status(name) != "PREEMPTED"):
+        abort(name)
     driver.run_out()
     found = machine.done(driver)
     return {"stays": found["tokens"].get("stays"), "states": sorted(set(states.values()))}
@@ -205,9 +209,9 @@ def test_results_are_those_of_the_host(found, what):
     assert found["ours"][what] == found["stock"][what]
 
 
-def test_half_of_the_prompts_come_from_the_cache_the_second_time(found):
-    first, second = found["ours"]["chunks_and_prefixes"]["hits"]
-    assert second - first > 100
+def test_most_of_the_prompts_comes_from_the_cache_the_second_time(found):
+    first, second = found["ours"]["chunks_and_prefixes"]["computed"]
+    assert first - second > sum(LENGTHS) / 2
 
 
 def test_preempted_requests_resume(found):

@@ -26,8 +26,8 @@ from liveserve.kvtier.policies import (
     make_policy,
 )
 
-BLOCKS = 24
-SESSIONS = st.integers(0, 4)
+BLOCKS = 16
+SESSIONS = st.integers(0, 3)
 
 
 class Model:
@@ -369,6 +369,21 @@ def test_a_shared_prefix_is_kept_for_its_earliest_reader():
     assert policy.evict(3, 2.0) == [3, 2, 6]
     estimator.close("near", 3.0)  # its own go; 1 is read by "far" alone now, 0 by two
     assert policy.evict(4, 4.0) == [5, 4, 1, 0]
+
+
+def test_a_shared_prefix_follows_its_readers_when_they_move():
+    estimator = NextUse()
+    policy = NextUsePolicy(8, estimator)
+    for session, ends_s in (("a", 10.0), ("b", 60.0), ("c", 40.0)):
+        estimator.waiting(session, ends_s, 1.0, now_s=0.0)
+    policy.use("a", [0, 1], 0.0)
+    policy.use("b", [0, 2], 0.0)
+    policy.use("c", [3], 0.0)
+    policy.free([0, 1, 2, 3], 0.0)
+    estimator.needed("a", 11.0)
+    estimator.waiting("a", 90.0, 1.0, now_s=12.0)  # now "b" reads the prefix first
+    estimator.waiting("b", 80.0, 1.0, now_s=12.0)
+    assert policy.evict(4, 13.0) == [1, 2, 0, 3]
 
 
 def test_nested_prefixes_with_one_earliest_reader_go_deepest_first():

@@ -144,6 +144,16 @@ def test_a_block_computed_while_it_was_loading_is_kept(outcome, after):
     tier.check()
 
 
+def test_a_block_is_lost_with_its_last_copy():
+    tier = tier_of()
+    tier.computed("a", 1)
+    tier.computed("a", 2)
+    tier.lost("a", 1)
+    assert tier.state("a") is State.GPU
+    tier.lost("a", 2)
+    assert tier.state("a") is State.ABSENT
+
+
 def test_a_store_is_never_corrupt():
     tier = tier_of()
     ticket = make_storing(tier)
@@ -250,8 +260,8 @@ class TierMachine(RuleBasedStateMachine):
     """Any mix of events. What is legal by an independent account of GPU and DRAM copies works,
     and what is not is refused and changes nothing."""
 
-    KEYS = st.integers(0, 7)
-    BLOCKS = st.integers(0, 15)
+    KEYS = st.integers(0, 4)
+    BLOCKS = st.integers(0, 7)
 
     @initialize(by_session=st.booleans())
     def start(self, by_session: bool) -> None:
@@ -275,7 +285,7 @@ class TierMachine(RuleBasedStateMachine):
         )
 
     def free_blocks(self) -> set[int]:
-        return set(range(16)) - self.gpu.keys() - {t.gpu_block for t in self.flying}
+        return set(range(8)) - self.gpu.keys() - {t.gpu_block for t in self.flying}
 
     @rule(key=KEYS, block=BLOCKS)
     def computed(self, key: int, block: int) -> None:
@@ -286,8 +296,9 @@ class TierMachine(RuleBasedStateMachine):
             with pytest.raises(IllegalTransition):
                 self.tier.computed(key, block)
 
-    @rule(key=KEYS, block=BLOCKS)
-    def lost(self, key: int, block: int) -> None:
+    @rule(key=KEYS, block=BLOCKS, of_block=st.booleans())
+    def lost(self, key: int, block: int, of_block: bool) -> None:
+        key = self.gpu.get(block, key) if of_block else key
         if self.gpu.get(block) == key:
             self.tier.lost(key, block)
             del self.gpu[block]
@@ -377,7 +388,7 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_leaks(self) -> None:
         self.tier.check()
-        for key in range(8):
+        for key in range(5):
             on_gpu, in_dram = key in self.gpu.values(), key in self.dram
             state = self.tier.state(key)
             if self.busy(key, True):
@@ -394,7 +405,7 @@ class TierMachine(RuleBasedStateMachine):
                 assert state is expected[on_gpu, in_dram]
         assert self.tier.in_flight == len(self.flying)
         assert self.tier.in_dram == len(self.dram)
-        keys = list(range(8))
+        keys = list(range(5))
         assert self.tier.match(keys) == len(list(itertools.takewhile(self.dram.__contains__, keys)))
 
     def teardown(self) -> None:
