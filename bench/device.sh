@@ -49,7 +49,7 @@ record() { printf '%s\t%s\t%s\t%s\n' "$@" >> "$out/steps.tsv"; }
 
 # step NAME SECONDS COMMAND...: its output goes to NAME.log.
 step() {
-    local name=$1 seconds=$2 status=ok note="" code start=$SECONDS left
+    local name=$1 seconds=$2 status=ok note=${ok_note:-} code start=$SECONDS left
     shift 2
     left=$((limit_s - SECONDS))
     [ "$seconds" -le "$left" ] || seconds=$left
@@ -96,8 +96,10 @@ if [ ${#dry[@]} -eq 0 ] && [ -z "$sanitizer" ]; then
     record memcheck skipped 0 "compute-sanitizer is not installed"
     echo "skipped  memcheck: compute-sanitizer is not installed"
 else
+    [ ${#dry[@]} -eq 0 ] || ok_note="without compute-sanitizer"
     step memcheck 70 "${checker[@]}" "${live[@]}" transfer "${dry[@]}" --refcheck --repeats 1 \
         --max-mib 2 --sizes 4096 65536 --counts 96 --traffic load store --compute idle
+    ok_note=""
 fi
 
 # 3. The chooser's table for this machine.

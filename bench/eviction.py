@@ -342,7 +342,11 @@ def measure_cost(name: str, num_blocks: int, turns: int, seed: int) -> dict[str,
     elif name == "next-use":
         policy = NextUsePolicy(num_blocks, estimator)
     else:
-        scans = {"scan": Scan, "scan-numpy": NumpyScan, "block-heap": BlockHeap}
+        scans: dict[str, Callable[[int, NextUse], EvictionPolicy]] = {
+            "scan": Scan,
+            "scan-numpy": NumpyScan,
+            "block-heap": BlockHeap,
+        }
         policy = scans[name](num_blocks, estimator)
     sessions = max(4, num_blocks // (_SESSION_BLOCKS // 2))
     chains: list[list[int]] = [[] for _ in range(sessions)]

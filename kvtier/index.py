@@ -225,8 +225,7 @@ class SessionIndex:
                 heapq.heappop(heap)
             else:
                 continue
-            wait_s = -entry[0] - now_s
-            score = wait_s / chance[lane] if wait_s > 0 and lane < LANES else wait_s
+            score = self.score(group, now_s, chance)
             if score > best_score:
                 best_score, best = score, group
         return best_score, best

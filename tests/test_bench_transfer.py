@@ -399,6 +399,18 @@ def test_without_matplotlib_there_is_no_plot(monkeypatch, tmp_path, capsys):
     assert "matplotlib is not installed" in capsys.readouterr().err
 
 
+def test_the_gpu_benches_import_little_but_torch():
+    code = (
+        "import sys\n"
+        "for name in ('rich', 'matplotlib', 'msgspec', 'prometheus_client', 'aiohttp', 'vllm',"
+        " 'triton', 'cupy', 'pynvml', 'hypothesis'): sys.modules[name] = None\n"
+        "import liveserve.cli, liveserve.bench.transfer, liveserve.bench.reload\n"
+        "import liveserve.bench.calibrate, liveserve.bench.device_summary"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 # device.sh: first with a Python that does nothing, then for real.
 
 FAKE_PYTHON = """#!/bin/sh
@@ -482,6 +494,7 @@ def test_device_sh_dry_run(tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert {step["status"] for step in summary["steps"].values()} == {"ok"}
     assert len(summary["steps"]) == 6
+    assert summary["steps"]["memcheck"]["note"] == "without compute-sanitizer"
     assert summary["targets"] == {}
     assert "none of its figures is a GPU figure" in done.stdout
     for name in ("transfer", "interference", "reload"):

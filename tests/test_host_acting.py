@@ -51,6 +51,7 @@ def hold(folder: Path) -> dict[str, Any]:
     stage = StageConfig(p_safe_s=0.5, p_release_s=1.0, p_hold_s=2.0, age_limit_s=60.0, pace=True)
     runtime.config = LiveServeConfig(stages={"llm": stage})
     runtime._set_policy()
+    runtime.barge_in_rate = 0.0
     now_s = time.monotonic()
     link.tell(*asks("a", now_s), hears("a", now_s, 0.5))
     driver.add(a, prompt(1, 30), params(60))

@@ -413,6 +413,33 @@ def test_a_prefix_that_was_shared_outlives_its_readers_as_recency_has_it():
     assert policy.evict(2, 7.0) == [8, 0]
 
 
+def test_what_is_left_of_a_shared_prefix_stays_shared_in_part():
+    estimator = NextUse()
+    policy = NextUsePolicy(8, estimator)
+    for session in ("a", "b"):
+        estimator.waiting(session, 10.0, 1.0, now_s=0.0)
+        policy.use(session, [0, 1], 0.0)
+    policy.free([1, 0], 0.0)
+    estimator.close("b", 1.0)
+    policy.use("a", [0], 2.0)
+    estimator.close("a", 3.0)
+    assert policy.evict(2, 4.0) == [1, 0]
+    assert policy.by_reason["recency"] == 2  # neither is an orphan: others may ask for them
+
+
+def test_a_block_that_is_touched_often_leaves_no_trail():
+    estimator = NextUse()
+    policy = NextUsePolicy(4, estimator)
+    estimator.waiting("a", 10.0, 1.0, now_s=0.0)
+    policy.use("a", [0, 1, 2], 0.0)
+    policy.free([2, 1, 0], 0.0)
+    for n in range(1000):
+        policy.remove([1])
+        policy.free([1], float(n))
+    assert len(policy.table.group[1].stack) < 80
+    assert policy.evict(3, 2000.0) == [2, 1, 0]
+
+
 def test_log_only_counts_where_next_use_would_differ():
     estimator = NextUse()
     policy = LogOnly(8, estimator)
@@ -491,7 +518,7 @@ def hits(policy: EvictionPolicy, requests: list[list[int]], capacity: int) -> in
     for now_s, blocks in enumerate(requests):
         policy.use(0, blocks, float(now_s))
         present = [b for b in blocks if b in resident]
-        count += len(present)
+        count += len(list(itertools.takewhile(resident.__contains__, blocks)))  # a prefix
         policy.remove(present)
         excess = len(resident | set(blocks)) - capacity
         if excess > 0:
