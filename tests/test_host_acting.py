@@ -102,7 +102,7 @@ async def _sleep(folder: Path) -> dict[str, Any]:
     try:
         pid = multiprocessing.active_children()[0].pid
         now_s = time.monotonic()
-        events = [*asks("a", now_s), hears("a", now_s, 1.0), Event(EventKind.BARGE_IN, "z", now_s)]
+        events = [*asks("a", now_s), hears("a", now_s, 30.0), Event(EventKind.BARGE_IN, "z", now_s)]
         await exchange(events, 0)
         task = asyncio.ensure_future(generate(request_of("a"), 200, made))
         while not (await exchange([], len(events))).snapshot.held:
