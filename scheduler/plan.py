@@ -160,7 +160,7 @@ def plan(
     else:
         place = {candidate.request_id: index for index, candidate in enumerate(candidates)}
         runs = [*first, *overdue, *second, *third]
-        for keys in (third, paced):
+        for keys in (runs, third, paced):
             keys.sort(key=lambda key: place[key[2]])
     sitting = [key[2] for key in paced]
     runnable = [key[2] for key in runs]

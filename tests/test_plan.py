@@ -180,6 +180,13 @@ def test_victims_are_running_u2_from_the_back(made, config, rate):
     assert list(result.victims) == expected
 
 
+def test_held_requests_give_their_kv_back_first():
+    requests = [u2("a", 5.0), u2("b", 1.0), u2("w", 9.0, waiting=True), first_audio("u")]
+    result = plan(requests, ROOM, NOBODY, NOW_S, CONFIG)
+    assert result.held == {"a", "w"}
+    assert result.victims == ("a", "b")
+
+
 @given(rounds(), st.booleans(), RATES)
 def test_with_order_off_the_callers_order_stays(made, pace, rate):
     requests, held, budgets = made
