@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import multiprocessing
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -126,11 +125,15 @@ async def _sleep(llm: Any) -> dict[str, Any]:
         held = (await snapshot()).held
         answered.append(time.monotonic() - asked_s)
         await asyncio.sleep(0.02)
-    found["answered_s"] = statistics.median(answered)
-    added: list[float] = []
-    asked_s = time.monotonic()
-    await generate("nobody", 1, added)
-    found["added_s"] = added[0] - asked_s
+    found["answered_s"] = min(answered)
+    added = []
+    for index in range(3):
+        came: list[float] = []
+        asked_s = time.monotonic()
+        await generate(f"nobody-{index}", 1, came)
+        added.append(came[0] - asked_s)
+        await asyncio.sleep(0.02)
+    found["added_s"] = min(added)
     found["held meanwhile"] = held == 1 and len(made) == count
     while len(made) == count:
         await asyncio.sleep(0.01)
@@ -173,7 +176,8 @@ def test_an_engine_sleeps_while_all_is_held(tmp_path):
     export(LiveServeConfig(stages={"llm": stage}), env)
     found = tiny_text.findings(sleep, tmp_path, **env)
     assert found["wake-ups per second"] < 80  # about 160 where it only dozes
-    assert found["answered_s"] < 0.3
-    assert found["added_s"] < 0.8
+    # A sleep without messages takes 0.25 s.
+    assert found["answered_s"] < 0.1
+    assert found["added_s"] < 0.15
     assert found["held meanwhile"]
     assert 2.7 < found["held_s"] < 3.9
