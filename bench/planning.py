@@ -88,7 +88,7 @@ def measure(size: int, rounds: int, seed: int) -> dict[str, float]:
 
     def ranking() -> None:
         for request, (view, made_s) in zip(requests, views, strict=True):
-            request.rank = rank(view, made_s, config.p_safe_s, ARRIVED_S, NOW_S)
+            rank(view, made_s, config.p_safe_s, ARRIVED_S, NOW_S, request.rank)
 
     def planning() -> None:
         plan(requests, budgets, held, NOW_S, config, barge_in_rate=0.5)

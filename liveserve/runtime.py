@@ -404,8 +404,8 @@ class StageRuntime:
                 else:
                     made_s = request.num_output_tokens * token_s
                 one.made_s = made_s
-                ranked = rank(view, made_s, p_safe_s, one.arrival_s, now_s)
-                one.rank = ranks[request_id] = ranked
+                ranked = rank(view, made_s, p_safe_s, one.arrival_s, now_s, one.rank)
+                ranks[request_id] = ranked
                 counts[ranked.urgency] += 1
                 if not can_run(request):
                     one.since_s = math.inf

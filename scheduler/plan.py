@@ -82,6 +82,10 @@ class Plan(NamedTuple):
     next_deadline_s: float | None
 
 
+# What a class is sorted by. The id settles ties: two requests are never compared.
+_Key = tuple[float | None, float, str, Candidate]
+
+
 def plan(
     candidates: Sequence[Candidate],
     budgets: Budgets,
@@ -108,40 +112,33 @@ def plan(
     (start_s, start_utility), (stay_s, stay_utility) = start, stay
     start_loss, stay_loss = -start_utility, -stay_utility
     overdue_s = now_s - 2.0 * config.age_limit_s
-    playing, unheard = Urgency.U0, Urgency.U1
+    playing, efficient, loss_per_block = Urgency.U0, Urgency.U2, -per_block
     least_buffer_s = least_since_s = math.inf
-    # One list of sort keys per class. They end in the id and the request, which settle ties:
-    # ids are unique, so two requests are never compared.
-    first: list[tuple[float | None, float, str, Candidate]] = []
-    overdue: list[tuple[bool, float, str, Candidate]] = []
-    second: list[tuple[float, float, str, Candidate]] = []
-    third: list[tuple[float, float, str, Candidate]] = []
-    paced: list[tuple[float, float, str, Candidate]] = []
+    first: list[_Key] = []
+    overdue: list[_Key] = []
+    second: list[_Key] = []
+    third: list[_Key] = []
+    paced: list[_Key] = []
     for candidate in candidates:
         request_id, ranked = candidate.request_id, candidate.rank
         urgency, buffer_s = ranked.urgency, ranked.buffer_s
-        if urgency is playing:
-            first.append((buffer_s, -ranked.age_s, request_id, candidate))
-        elif candidate.since_s <= overdue_s:
-            overdue.append((candidate.waiting, candidate.since_s, request_id, candidate))
-        elif urgency is unheard:
-            second.append((-ranked.age_s, 0.0, request_id, candidate))
-        else:
+        since_s = candidate.since_s
+        if urgency is efficient and since_s > overdue_s:
             # `utility.utility` written out, with its sign turned: the call would be a tenth of
             # the round.
-            owned = candidate.kv_blocks_held
-            loss = -per_block * owned if owned else 0.0
-            above_s, least_loss = start_s, start_loss
-            if buffer_s is not None:
-                if buffer_s > p_safe_s:
-                    loss += per_second * (buffer_s - p_safe_s)
-                if buffer_s > stay_s and request_id in held:
-                    above_s, least_loss = stay_s, stay_loss
+            blocks = candidate.kv_blocks_held
+            loss = loss_per_block * blocks if blocks else 0.0
+            if buffer_s is not None and buffer_s > p_safe_s:
+                loss += per_second * (buffer_s - p_safe_s)
             key = (loss, -ranked.age_s, request_id, candidate)
-            if buffer_s is None or not buffer_s > above_s:
+            if buffer_s is None or not (
+                buffer_s > start_s or (buffer_s > stay_s and request_id in held)
+            ):
                 third.append(key)
                 contended = contended or candidate.waiting
-            elif loss > least_loss and (since_s := candidate.since_s) > held_since_s:
+            elif since_s > held_since_s and loss > (
+                stay_loss if request_id in held else start_loss
+            ):
                 paced.append(key)
                 if buffer_s < least_buffer_s:
                     least_buffer_s = buffer_s
@@ -149,6 +146,12 @@ def plan(
                     least_since_s = since_s
             else:
                 third.append(key)
+        elif urgency is playing:
+            first.append((buffer_s, -ranked.age_s, request_id, candidate))
+        elif since_s <= overdue_s:
+            overdue.append((candidate.waiting, since_s, request_id, candidate))
+        else:
+            second.append((-ranked.age_s, 0.0, request_id, candidate))
     contended = contended or bool(first or overdue or second)
     if paced and not (config.pace and may_hold(contended, barge_in_rate)):
         third += paced
@@ -164,7 +167,7 @@ def plan(
             keys.sort(key=lambda key: place[key[2]])
     sitting = [key[2] for key in paced]
     runnable = [key[2] for key in runs]
-    admitted, blocked = _admit([key[3] for key in runs], budgets)
+    admitted, blocked = _admit(runs, budgets)
     deadline_s = None
     if paced:
         deadline_s = next_deadline_s(least_buffer_s, least_since_s, now_s, config)
@@ -180,12 +183,12 @@ def plan(
     )
 
 
-def _admit(runnable: Sequence[Candidate], budgets: Budgets) -> tuple[list[str], str | None]:
-    """Ids of what fits, and of the request that ended it."""
+def _admit(runs: Sequence[_Key], budgets: Budgets) -> tuple[list[str], str | None]:
+    """Ids of what fits, in order, and of the request that ended it."""
     tokens, free, total = budgets
     blocks = sys.maxsize if free is None else free
     admitted: list[str] = []
-    for candidate in runnable:
+    for _, _, request_id, candidate in runs:
         wanted, more = candidate.tokens_needed, candidate.kv_blocks_needed
         if wanted > tokens > 0 and candidate.is_prefill:
             wanted = tokens
@@ -194,8 +197,8 @@ def _admit(runnable: Sequence[Candidate], budgets: Budgets) -> tuple[list[str], 
             needs = (candidate.kv_blocks_held or 0) + more
             if never or (free is not None and total is not None and needs > total):
                 continue
-            return admitted, candidate.request_id
+            return admitted, request_id
         tokens -= wanted
         blocks -= more
-        admitted.append(candidate.request_id)
+        admitted.append(request_id)
     return admitted, None

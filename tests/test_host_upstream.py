@@ -19,8 +19,15 @@ pytestmark = pytest.mark.host
 
 LENGTHS = (30, 90, 5, 60, 120, 44)
 PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-# Room for about two of the requests that run at once.
-SMALL_POOL = 1 << 20
+ROOMY = {"skip_tokenizer_init": False}
+CACHED = {"max_num_batched_tokens": 32, "enable_prefix_caching": True}
+# Room for about two of the three requests that run at once.
+SMALL = {
+    "kv_cache_memory_bytes": 1 << 20,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 32,
+    "enable_prefix_caching": False,
+}
 
 
 def scenarios(folder: Path) -> dict[str, Any]:
@@ -45,14 +52,20 @@ def scenarios(folder: Path) -> dict[str, Any]:
 
 
 class Machine:
-    """Makes engines with one of the two schedulers."""
+    """Engines with one of the two schedulers, one for each set of options."""
 
     def __init__(self, folder: Path, scheduler: str | None) -> None:
         self.folder, self.scheduler = folder, scheduler
         self.held = 0
+        self._engines: dict[int, Any] = {}
 
-    def engine(self, **more: Any) -> Driver:
-        driver = Driver(tiny_text.make(self.folder, self.scheduler, **more))
+    def engine(self, options: dict[str, Any]) -> Driver:
+        llm = self._engines.get(id(options))
+        if llm is None:
+            llm = self._engines[id(options)] = tiny_text.make(
+                self.folder, self.scheduler, **options
+            )
+        driver = Driver(llm)
         if self.scheduler is not None:
             self._held = tiny_text.shuffle_plans(driver.scheduler)
         return driver
@@ -74,7 +87,7 @@ class Machine:
 
 
 def generation(machine: Machine) -> dict[str, Any]:
-    driver = machine.engine()
+    driver = machine.engine(ROOMY)
     sampled = params(8, n=3, temperature=1.0, seed=5)
     found = {
         "greedy": tiny_text.generate(driver.llm, PROMPTS, params()),
@@ -85,7 +98,7 @@ def generation(machine: Machine) -> dict[str, Any]:
 
 
 def chunks_and_prefixes(machine: Machine) -> dict[str, Any]:
-    driver = machine.engine(max_num_batched_tokens=32, enable_prefix_caching=True)
+    driver = machine.engine(CACHED)
     schedule, computed = driver.scheduler.schedule, []
 
     def counted(*args: Any) -> Any:
@@ -103,7 +116,7 @@ def chunks_and_prefixes(machine: Machine) -> dict[str, Any]:
 
 
 def preemption(machine: Machine) -> dict[str, Any]:
-    driver = machine.engine(kv_cache_memory_bytes=SMALL_POOL, enable_prefix_caching=False)
+    driver = machine.engine(SMALL)
     scheduler, preempted = driver.scheduler, []
     preempt = scheduler._preempt_request
 
@@ -113,14 +126,14 @@ def preemption(machine: Machine) -> dict[str, Any]:
 
     scheduler._preempt_request = counted
     for index, ids in enumerate(PROMPTS):
-        driver.add(str(index), ids, params(100))
+        driver.add(str(index), ids, params(120))
     driver.run_out()
     return machine.done(driver) | {"preemptions": len(preempted)}
 
 
 def streaming_input(machine: Machine) -> dict[str, Any]:
     """Two sessions whose input comes in three parts, beside an ordinary request."""
-    driver = machine.engine()
+    driver = machine.engine(ROOMY)
     driver.add("plain", PROMPTS[3], params(60))
     for part in range(3):
         for name in ("one", "two"):
@@ -136,9 +149,7 @@ def streaming_input(machine: Machine) -> dict[str, Any]:
 
 def aborts(machine: Machine) -> dict[str, Any]:
     """One abort in every state a request can be in; the others never notice."""
-    driver = machine.engine(
-        max_num_seqs=3, max_num_batched_tokens=32, kv_cache_memory_bytes=SMALL_POOL
-    )
+    driver = machine.engine(SMALL)
     scheduler, states = driver.scheduler, {}
 
     def abort(name: str) -> None:
@@ -174,7 +185,7 @@ def grammars(machine: Machine) -> dict[str, Any]:
     """Answers that a grammar binds, beside free ones; and an abort while one is compiled."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    driver = machine.engine(skip_tokenizer_init=False)
+    driver = machine.engine(ROOMY)
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
     bound = {
         "choice": StructuredOutputsParams(choice=["yes it is", "no"]),

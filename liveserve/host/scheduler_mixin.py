@@ -28,7 +28,9 @@ from liveserve.scheduler.plan import Plan
 logger = logging.getLogger("vllm.liveserve")
 
 # Every other status waits: for a chunk, an input, a grammar, remote KV.
-_RUNNABLE = frozenset({RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED})
+# (A tuple: hashing an enum member is a Python call.)
+_RUNNING = RequestStatus.RUNNING
+_RUNNABLE = (_RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
 # Steps under way at once; more means that the host dropped some without telling us.
 _MAX_STEPS_UNDER_WAY = 16
 
@@ -43,13 +45,13 @@ class SchedulerQueues:
         self._scheduler = scheduler
 
     def running(self) -> Iterator[Request]:
-        return (r for r in self._scheduler.requests.values() if r.status == RequestStatus.RUNNING)
+        return (r for r in self._scheduler.requests.values() if r.status is _RUNNING)
 
     def waiting(self) -> Iterator[Request]:
         return (
             r
             for r in self._scheduler.requests.values()
-            if r.status != RequestStatus.RUNNING and not r.is_finished()
+            if r.status is not _RUNNING and not r.is_finished()
         )
 
     def can_run(self, request: Any) -> bool:
