@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from liveserve.bench.compute_load import DecodeLoop
-from liveserve.kernels.base import CopyMethod, Direction, Ids, check_copy
+from liveserve.kernels.base import CheckedCopy, CopyMethod, CopyRequest, Direction
 from liveserve.kernels.calibrate import Table
 from liveserve.kernels.gpu import on_gpu, on_stream
 from liveserve.kernels.layout import SLOT_ALIGN_BYTES, Int64Array, PagedCache
@@ -143,10 +143,11 @@ class Case:
                 raise RuntimeError(f"{name} {what} ({direction.value}, {self.fragment_bytes} B)")
 
 
-class ContiguousCopy:
+class ContiguousCopy(CheckedCopy):
     """The raw limit of the link: whole fragments by torch's own copy, meant for few big ones."""
 
     name = "limit"
+    needs = "the limit is measured on a cache of one layer"
 
     def available(self) -> bool:
         return True
@@ -154,32 +155,29 @@ class ContiguousCopy:
     def supports(self, cache: PagedCache, pool: torch.Tensor) -> bool:
         return cache.num_layers == 1
 
-    def copy(
+    def run(
         self,
-        direction: Direction,
+        request: CopyRequest,
         cache: PagedCache,
         pool: torch.Tensor,
-        block_ids: Ids,
-        slot_ids: Ids,
-        layers: range | None = None,
-        stream: torch.cuda.Stream | None = None,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        """See ``CopyMethod.copy``."""
-        request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
         view = cache.layers[0][0].view
         assert view is not None
         with on_stream(torch.device(cache.device), stream):
             for block, slot in zip(request.block_ids, request.slot_ids, strict=True):
                 source, target = pool[slot], view[block]
-                if direction is Direction.STORE:
+                if request.direction is Direction.STORE:
                     source, target = target, source
                 target.copy_(source, non_blocking=True)
 
 
-class FragmentCopy:
+class FragmentCopy(CheckedCopy):
     """The naive baseline: a ``cuMemcpyAsync`` for each fragment of each block."""
 
     name = "cudaMemcpyAsync"
+    needs = "cuMemcpyAsync needs the cache on a GPU, the pool pinned or there"
 
     def __init__(self, call: Callable[[int, int, int, int], int] | None = None) -> None:
         """
@@ -196,18 +194,14 @@ class FragmentCopy:
     def supports(self, cache: PagedCache, pool: torch.Tensor) -> bool:
         return self._injected or on_gpu(cache, pool)
 
-    def copy(
+    def run(
         self,
-        direction: Direction,
+        request: CopyRequest,
         cache: PagedCache,
         pool: torch.Tensor,
-        block_ids: Ids,
-        slot_ids: Ids,
-        layers: range | None = None,
-        stream: torch.cuda.Stream | None = None,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        """See ``CopyMethod.copy``."""
-        request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
         call = self._call = self._call or _driver_memcpy()
         device = torch.device(cache.device)
         with on_stream(device, stream):

@@ -8,6 +8,7 @@ contiguous: in host memory (pinned where the cache is on a GPU), or on the GPU a
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -73,6 +74,49 @@ class CopyMethod(Protocol):
                 refuses. Nothing has been copied then.
             RuntimeError: the driver refused the copy, or the method is not available.
         """
+
+
+class CheckedCopy(ABC):
+    """A `CopyMethod` that leaves what all of them check to this class.
+
+    Attributes:
+        needs: what ``supports`` asks for, as the error says it.
+    """
+
+    name: str
+    needs: str
+
+    @abstractmethod
+    def supports(self, cache: PagedCache, pool: torch.Tensor) -> bool:
+        """See ``CopyMethod.supports``."""
+
+    @abstractmethod
+    def run(
+        self,
+        request: CopyRequest,
+        cache: PagedCache,
+        pool: torch.Tensor,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Copies at least one byte between a pair that ``supports`` accepts, on ``stream``."""
+
+    def copy(
+        self,
+        direction: Direction,
+        cache: PagedCache,
+        pool: torch.Tensor,
+        block_ids: Ids,
+        slot_ids: Ids,
+        layers: range | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """See ``CopyMethod.copy``."""
+        request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
+        if not self.supports(cache, pool):
+            raise ValueError(self.needs)
+        if request.nbytes:
+            self.run(request, cache, pool, layers, stream)
 
 
 @dataclass(frozen=True, slots=True)

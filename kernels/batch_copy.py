@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from liveserve.kernels.base import CopyRequest, Direction, Ids, check_copy
+from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
 from liveserve.kernels.cuda_driver import (
     MAX_PITCH_BYTES,
     SRC_ACCESS_ORDER_ANY,
@@ -47,7 +47,7 @@ class CopyDriver(Protocol):
     ) -> None: ...
 
 
-class BatchCopy:
+class BatchCopy(CheckedCopy):
     """See ``CopyMethod``. One ``cuMemcpyBatchAsync`` for a copy, or (``batched=False``) a
     ``cuMemcpy2DAsync`` for each run of evenly spaced pieces.
 
@@ -55,6 +55,8 @@ class BatchCopy:
     before the stream's earlier work is done: it corrupted stored KV in vLLM #46278. It is never
     used for stores, and for loads only with ``settled_loads``.
     """
+
+    needs = "the copy engine needs the cache on a GPU, the pool pinned or there"
 
     def __init__(
         self,
@@ -87,21 +89,15 @@ class BatchCopy:
             return True
         return on_gpu(cache, pool)
 
-    def copy(
+    def run(
         self,
-        direction: Direction,
+        request: CopyRequest,
         cache: PagedCache,
         pool: torch.Tensor,
-        block_ids: Ids,
-        slot_ids: Ids,
-        layers: range | None = None,
-        stream: torch.cuda.Stream | None = None,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        """See ``CopyMethod.copy``."""
-        request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
-        if not self.supports(cache, pool):
-            raise ValueError("the copy engine needs the cache on a GPU, the pool pinned or there")
-        self.submit(pieces_of(request), direction, torch.device(cache.device), stream)
+        self.submit(pieces_of(request), request.direction, torch.device(cache.device), stream)
 
     def submit(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from liveserve.kernels.base import Direction, Ids, check_copy
+from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
 from liveserve.kernels.gpu import DeviceTables, ids_on_device, on_gpu, on_stream
 from liveserve.kernels.layout import SLOT_ALIGN_BYTES, PagedCache
 
@@ -153,13 +153,17 @@ bulk_copy(const i64* table,      // [4, num_fragments]: base, block stride, byte
 SOURCE = TYPES + PRIMITIVES + BODY
 
 
-class RawCopy:
+class RawCopy(CheckedCopy):
     """See ``CopyMethod``. For GPUs of compute capability 9.0, where CuPy is installed.
 
     The first copy compiles (a second): make one before serving.
     """
 
     name = "raw"
+    needs = (
+        "bulk copies need the cache on a GPU, the pool pinned or there, and addresses that are "
+        "multiples of 16"
+    )
 
     def __init__(
         self,
@@ -217,25 +221,14 @@ class RawCopy:
         reached = self._launch is not None or on_gpu(cache, pool)
         return reached and bits % SLOT_ALIGN_BYTES == 0
 
-    def copy(
+    def run(
         self,
-        direction: Direction,
+        request: CopyRequest,
         cache: PagedCache,
         pool: torch.Tensor,
-        block_ids: Ids,
-        slot_ids: Ids,
-        layers: range | None = None,
-        stream: torch.cuda.Stream | None = None,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        """See ``CopyMethod.copy``."""
-        request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
-        if not self.supports(cache, pool):
-            raise ValueError(
-                "bulk copies need the cache on a GPU, the pool pinned or there, and addresses that "
-                "are multiples of 16"
-            )
-        if request.nbytes == 0:
-            return
         device = torch.device(cache.device)
         num_chunks = -(-request.fragments.max_bytes // self.chunk_bytes)
         num_rows = len(request.block_ids) * len(request.fragments)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from liveserve.kernels.base import Direction, Ids, check_copy
+from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
 from liveserve.kernels.gpu import on_stream
 from liveserve.kernels.layout import SLOT_ALIGN_BYTES, PagedCache
 
 
-class ReferenceCopy:
+class ReferenceCopy(CheckedCopy):
     """See ``CopyMethod``. Needs tensor views of the planes; any device, any alignment."""
 
     name = "reference"
+    needs = "cache has no tensor views: describe it with PagedCache.from_layers"
 
     def available(self) -> bool:
         return True
@@ -23,20 +24,16 @@ class ReferenceCopy:
     def supports(self, cache: PagedCache, pool: torch.Tensor) -> bool:
         return all(plane.view is not None for planes in cache.layers for plane in planes)
 
-    def copy(
+    def run(
         self,
-        direction: Direction,
+        request: CopyRequest,
         cache: PagedCache,
         pool: torch.Tensor,
-        block_ids: Ids,
-        slot_ids: Ids,
-        layers: range | None = None,
-        stream: torch.cuda.Stream | None = None,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        """See ``CopyMethod.copy``. Between a GPU and ordinary memory it blocks the host."""
-        request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
-        if not self.supports(cache, pool):
-            raise ValueError("cache has no tensor views: describe it with PagedCache.from_layers")
+        """Between a GPU and ordinary memory it blocks the host."""
+        direction = request.direction
         blocks, slots = torch.from_numpy(request.block_ids), torch.from_numpy(request.slot_ids)
         device = torch.device(cache.device)
         with on_stream(device, stream):

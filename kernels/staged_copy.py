@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from liveserve.kernels.base import Direction, Ids, check_copy
+from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
 from liveserve.kernels.batch_copy import BatchCopy, coalesce
 from liveserve.kernels.gpu import on_gpu
 from liveserve.kernels.layout import PagedCache
@@ -22,10 +22,14 @@ from liveserve.kernels.triton_copy import TritonCopy
 DEFAULT_HALF_BYTES = 8 * 1024 * 1024
 
 
-class StagedCopy:
+class StagedCopy(CheckedCopy):
     """See ``CopyMethod``. Holds a staging buffer and a stream for each stream that it is given."""
 
     name = "staged"
+    needs = (
+        "staged copies need the cache on a GPU, the pool pinned, and fragments that are multiples "
+        "of 16 bytes"
+    )
 
     def __init__(
         self,
@@ -64,25 +68,15 @@ class StagedCopy:
             return self._kernel.supports(cache, pool) and self._engine.supports(cache, pool)
         return on_gpu(cache, pool) and not pool.is_cuda
 
-    def copy(
+    def run(
         self,
-        direction: Direction,
+        request: CopyRequest,
         cache: PagedCache,
         pool: torch.Tensor,
-        block_ids: Ids,
-        slot_ids: Ids,
-        layers: range | None = None,
-        stream: torch.cuda.Stream | None = None,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        """See ``CopyMethod.copy``."""
-        request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
-        if not self.supports(cache, pool):
-            raise ValueError(
-                "staged copies need the cache on a GPU, the pool pinned, and fragments that are "
-                "multiples of 16 bytes"
-            )
-        if request.nbytes == 0:
-            return
+        direction = request.direction
         chosen = cache.check_layers(layers)
         begin, end = cache.layer_offsets[chosen.start], cache.layer_offsets[chosen.stop]
         # By slot, so that neighbours in the pool are neighbours in the buffer.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from liveserve.kernels.base import CopyRequest, Direction, Ids, check_copy
+from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
 from liveserve.kernels.gpu import DeviceTables, ids_on_device, on_gpu, on_stream
 from liveserve.kernels.layout import PagedCache
 
@@ -20,13 +20,14 @@ DEFAULT_WARPS = 8
 DEFAULT_TILE_BYTES = 32 * 1024
 
 
-class TritonCopy:
+class TritonCopy(CheckedCopy):
     """See ``CopyMethod``. 16-byte accesses where all addresses allow, narrower ones elsewhere.
 
     The first copy compiles (seconds) and pins a little memory: make one before serving.
     """
 
     name = "triton"
+    needs = "triton needs the cache on a GPU and the pool pinned or on that GPU"
 
     def __init__(
         self,
@@ -69,22 +70,14 @@ class TritonCopy:
             return True
         return on_gpu(cache, pool)
 
-    def copy(
+    def run(
         self,
-        direction: Direction,
+        request: CopyRequest,
         cache: PagedCache,
         pool: torch.Tensor,
-        block_ids: Ids,
-        slot_ids: Ids,
-        layers: range | None = None,
-        stream: torch.cuda.Stream | None = None,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        """See ``CopyMethod.copy``."""
-        request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
-        if not self.supports(cache, pool):
-            raise ValueError("triton needs the cache on a GPU and the pool pinned or on that GPU")
-        if request.nbytes == 0:
-            return
         device = torch.device(cache.device)
         with on_stream(device, stream):
             ids = ids_on_device(request, device)

@@ -156,7 +156,7 @@ class StageRuntime:
         self.unheard_blocks = 0
         self._chunk_time_s: float | None = None
         self._set_policy()
-        self._unheard: bool | None = None  # whether somebody does; None: not known, ask the views
+        self._waiting: tuple[bool, bool] | None = None  # see `_waits`; None: ask the views
         self._queues = queues
         self._session_of = session_of
         self._clock = clock
@@ -344,7 +344,7 @@ class StageRuntime:
                 view.shift(offset_s)
             self.ring.resync(batch.first_seq)
             self.table.load(batch.views)
-            self._unheard = None
+            self._waiting = None
         events = batch.events
         if offset_s:
             events = [
@@ -365,7 +365,7 @@ class StageRuntime:
             if self.on_event is not None:
                 self.on_event(event)
             self.table.apply(event)
-            self._unheard = None
+            self._waiting = None
             interrupted = event.kind is EventKind.BARGE_IN
             if interrupted or (
                 event.kind is EventKind.RESPONSE_DONE and event.detail == "completed"
@@ -373,9 +373,9 @@ class StageRuntime:
                 self.barge_in_rate += _BARGE_IN_WEIGHT * (interrupted - self.barge_in_rate)
         queues, view_of, p_safe_s = self._queues, self.table.get, self.policy.p_safe_s
         can_run, known_before = queues.can_run, self._known.get
-        # Seconds of audio per token. Where there is none (thinker) only what the listener has
-        # counts: text ahead of the speech is no use until the stages after this one took it.
-        token_s = None if self.info.routes_audio else self.info.token_s
+        # Where a token has no length (thinker, code2wav) only what the listener has counts: text
+        # ahead of the speech is no use until the stages after this one took it.
+        token_s = self.info.token_s
         sent_s, trusted, held_blocks = self.sent_s, not self.ring.stale, None
         used, total = queues.kv_blocks()
         self._budgets = _NO_BUDGETS
@@ -467,23 +467,30 @@ class StageRuntime:
             now_s,
             self._tight_policy if urgent else self.policy,
             barge_in_rate=self.barge_in_rate,
-            contended=self._somebody_waits(),
+            contended=self._waits()[1],
         )
 
     def first_audio_waits(self) -> bool:
         """Whether a session waits for its first audio, in whichever stage. Stages share the
         machine, and the next one will have to run for it.
         """
-        if self._unheard is None:
-            self._unheard = any(v.phase is Phase.THINKING and v.wants_audio for v in self.table)
-        return self._unheard
+        return self._waits()[0]
 
-    def _somebody_waits(self) -> bool:
-        """Whether a session waits for its first audio, or its user speaks and soon will."""
-        return any(
-            view.phase is Phase.THINKING or (view.speech_active and view.wants_audio)
-            for view in self.table
-        )
+    def _waits(self) -> tuple[bool, bool]:
+        """Whether a session waits for its first audio; whether one does, or its user speaks and it
+        soon will. Views change with events only, so they are asked once after each.
+        """
+        if self._waiting is None:
+            thinks = speaks = False
+            for view in self.table:
+                thinks = thinks or (view.phase is Phase.THINKING and view.wants_audio)
+                speaks = (
+                    speaks
+                    or view.phase is Phase.THINKING
+                    or (view.speech_active and view.wants_audio)
+                )
+            self._waiting = (thinks, speaks)
+        return self._waiting
 
     def _request_rows(self) -> list[RequestRow]:
         rows: list[RequestRow] = []

@@ -116,7 +116,8 @@ def test_ten_thousand_random_transfers(seed):
     assert slots.num_free == 40
     states = {state: sum(t.state is state for t in submitted) for state in State}
     # It did happen: failures, cancellations, a full pool, and transfers that had to wait.
-    assert states[State.DONE] > 3000  # fewer on a busy machine: failures spread to what waits
+    # A third or two thirds, by the speed of the worker: failures spread to what waits behind them.
+    assert states[State.DONE] > 1000
     assert states[State.FAILED] > 50
     assert states[State.CANCELLED] > 20
     assert exhausted > 100

@@ -7,7 +7,6 @@ loop reaches vLLM's only as a fallback, hence the round goes in front.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationScheduler
@@ -27,14 +26,15 @@ class LiveGenerationScheduler(LiveSteps, OmniGenerationScheduler, LiveRound):
     max_num_running_reqs: int
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.liveserve is None:
+        live = self.liveserve
+        if live is None:
             return super().schedule(*args, **kwargs)
-        self.liveserve.round()
-        self._apply(self.liveserve.plan())
-        ready = self._ready(self.liveserve)
+        live.round()
+        self._apply(live.plan())
+        ready = self._ready(live)
         if not ready:
             return super().schedule(*args, **kwargs)
-        taken = self._take(self.liveserve, ready)
+        taken = self._take(live, ready)
         running, limit = self.running, self.max_num_running_reqs
         aside = [r for r in running if r.request_id in ready and r.request_id not in taken]
         new = sum(r.request_id in taken for r in self.waiting)
@@ -50,11 +50,11 @@ class LiveGenerationScheduler(LiveSteps, OmniGenerationScheduler, LiveRound):
             self.max_num_running_reqs = limit
             self.running = self.running + aside
         if not taken and not output.total_num_scheduled_tokens:
-            time.sleep(_DOZE_S)
+            live.nap(_DOZE_S)
         return output
 
     def _ready(self, live: StageRuntime) -> dict[str, Any]:
-        """Requests whose next chunk is here, most urgent first; none where we do not choose."""
+        """Requests whose next chunk is here; none where we do not choose."""
         adapter = self.chunk_transfer_adapter
         if not live.switches.order or live.ring.stale or adapter is None:
             return {}
@@ -80,13 +80,10 @@ class LiveGenerationScheduler(LiveSteps, OmniGenerationScheduler, LiveRound):
         limit_s = live.config.generation_step_s
         batch = set(one_shot_batch(chunks, live.token_s, limit_s, live.first_audio_waits()))
         # The host admits from the front of its queue only: a gap there ends the batch.
+        ended = False
         for request in self.waiting:
-            if request.request_id in ready and request.request_id not in batch:
-                batch -= {r.request_id for r in _after(self.waiting, request)}
-                break
+            name = request.request_id
+            ended = ended or (name in ready and name not in batch)
+            if ended:
+                batch.discard(name)
         return batch
-
-
-def _after(queue: Any, request: Any) -> list[Any]:
-    requests = list(queue)
-    return requests[requests.index(request) :]
