@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from liveserve.bench.terminal import progress
-from liveserve.bench.transfer import CPU, DRY_RUN_NOTE, bench_device
+from liveserve.bench.transfer import CPU, DRY_RUN_NOTE, add_device_arguments, bench_device
 from liveserve.kernels.calibrate import MIB, Rate, Table, default_cases, measure
 from liveserve.kernels.methods import available_methods
 
@@ -21,10 +21,7 @@ _MAX_BYTES = 512 * MIB
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", type=Path, metavar="FILE", help="table to write (JSON)")
     parser.add_argument("--repeats", type=int, default=5, help="of a copy (%(default)s)")
-    parser.add_argument("--device", default="cuda:0", help="the GPU (%(default)s)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="on the CPU, small; the default without a GPU"
-    )
+    add_device_arguments(parser)
     parser.add_argument(
         "--budget-s", type=float, metavar="S", help="start no more cases after so many seconds"
     )

@@ -135,8 +135,10 @@ class Session:
         planned_start_s: float = 0.0,
         last_turn_start_s: float = float("inf"),
         on_answer: Callable[[ResponseRecord], None] = lambda _record: None,
+        instructions: str = "",
     ) -> None:
         self._plan = plan
+        self._instructions = instructions
         self._utterances = utterances
         self._cfg = cfg
         self._clock = clock
@@ -215,6 +217,8 @@ class Session:
             "output_audio_format": "pcm16",
             "turn_detection": vad if self._cfg.end_of_speech == "vad" else None,
         }
+        if self._instructions:
+            session["instructions"] = self._instructions
         if self._clock.slow_motion != 1:
             # A stock server ignores it; LiveServe extrapolates playback at this rate.
             rate = 1 / self._clock.slow_motion

@@ -11,10 +11,11 @@ import argparse
 import asyncio
 import json
 import shlex
+import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import ServerFailed, running_server
+from liveserve.bench.launch import Server, ServerFailed, running_server
+from liveserve.bench.prefill import prefill_metrics, read_thinker
 from liveserve.bench.report import save_comparison
 from liveserve.bench.result_file import build_result, write_result
+from liveserve.bench.server import kv_totals
 from liveserve.bench.sessions import SessionsConfig, SessionsReport, run_sessions
+from liveserve.host.cpu.record import RECORD_ENV, ROWS_ENV
 
 STOCK, LIVE = "stock", "liveserve"
 
@@ -53,12 +57,14 @@ class Preset:
 
     ``fast_codes``: both servers use the one-matmul code predictor, so that less slow motion is
     needed; the vocoder is then the bottleneck.
+    ``prefill``: count what the thinker computes, from its step record.
     """
 
     arms: tuple[Arm, ...]
     cases: Mapping[str, SessionsConfig]
     pairs: int
     fast_codes: bool = False
+    prefill: bool = False
 
 
 def _case(sessions: int, p_barge_in: float, **more: Any) -> SessionsConfig:
@@ -95,8 +101,38 @@ _EASY = {
         slow_motion=2.0,
         barge_in_between=(0.1, 0.5),
     ),
-    "light": _case(2, 0.0, turns=2, answer_seconds=(5.0, 6.0), slow_motion=2.0),
+    "light": _case(2, 0.0, turns=4, answer_seconds=(2.5, 3.0), slow_motion=2.0),
 }
+
+# Conversations that remember all of their turns, in a thinker whose KV cache holds two of the six.
+# A session has 1,600 tokens of instructions (the tiny model has one per character) and gains about
+# 60 a turn, so that its prefill costs a fraction of a second, as long histories do on a GPU.
+_KV_TURNS = 6
+_KV_SESSION_TOKENS = 2048
+_KV_BYTES_PER_TOKEN = 4096  # 4 layers, 2 heads of 64, keys and values, float32
+
+
+def _kv_arm(name: str, *flags: str, prefix_cache: bool = False) -> Arm:
+    thinker: dict[str, Any] = {
+        "max_model_len": _KV_SESSION_TOKENS + 512,
+        "kv_cache_memory_bytes": 2 * _KV_SESSION_TOKENS * _KV_BYTES_PER_TOKEN,
+    }
+    if prefix_cache:
+        thinker["enable_prefix_caching"] = True
+    window = ("--history-turns", str(_KV_TURNS), "--stage-overrides", json.dumps({"0": thinker}))
+    return Arm(name, (*window, *flags))
+
+
+_TIER = ("--kv-connector", "liveserve", "--kv-dram-gb", "0.25")
+_KV_STOCK = _kv_arm(STOCK, "--liveserve", "off")
+_KV_CASE = _case(
+    6,
+    0.0,
+    turns=_KV_TURNS,
+    answer_seconds=(2.5, 3.0, 4.0),
+    slow_motion=1.5,
+    instructions_chars=1600,
+)
 
 PRESETS = {
     "ci": Preset((STOCK_ARM, live_arm()), {"load": _LOAD, **_EASY}, pairs=1, fast_codes=True),
@@ -115,6 +151,37 @@ PRESETS = {
     "ablation": Preset(
         (STOCK_ARM, live_arm(), *_ABLATION), {"load": _LOAD}, pairs=1, fast_codes=True
     ),
+    # A hundred paced responses and more: nobody may hear a gap that stock would not have made.
+    "paced": Preset(
+        (STOCK_ARM, live_arm()),
+        {"load": _case(8, 0.3, turns=13, answer_seconds=(3.0, 4.0, 5.0), slow_motion=2.0)},
+        pairs=1,
+        fast_codes=True,
+    ),
+    "kv": Preset(
+        (
+            _KV_STOCK,
+            _kv_arm("stock prefix cache", "--liveserve", "off", prefix_cache=True),
+            _kv_arm(LIVE, *_TIER),
+        ),
+        {"load": _KV_CASE},
+        pairs=1,
+        fast_codes=True,
+        prefill=True,
+    ),
+    # What of that is the tier's, and what the policy's.
+    "kv-ablation": Preset(
+        (
+            _KV_STOCK,
+            _kv_arm("without tier"),
+            _kv_arm("prefix cache alone", prefix_cache=True),
+            _kv_arm("lru", *_TIER, "--kv-policy", "lru"),
+        ),
+        {"load": _KV_CASE},
+        pairs=1,
+        fast_codes=True,
+        prefill=True,
+    ),
     "long": Preset(
         (STOCK_ARM, live_arm()),
         {"one": _case(1, 0.0, turns=1, answer_seconds=(60.0,), slow_motion=2.0)},
@@ -132,6 +199,7 @@ TARGETS = {
     "waste_stock_fraction": (">=", 0.30),  # else the answers are too short to tell
     "waste_ours_fraction": ("<=", 0.12),
     "lowload_worst_regression": ("<=", 0.03),
+    "prefill_tokens_saved_fraction": (">=", 0.8),
 }
 # What may not get worse at low load: metric -> the larger is better.
 _LOW_LOAD = {
@@ -147,11 +215,24 @@ _QUOTIENTS = {
     "ttfp_p90_speedup": ("ttfp_p90_s", "stock/ours", "higher"),
     "ttfp_p50_speedup": ("ttfp_p50_s", "stock/ours", "higher"),
     "throughput_ratio": ("completed_turns_per_s", "ours/stock", "higher"),
+    "later_ttfp_p50_speedup": ("later_ttfp_p50_s", "stock/ours", "higher"),
+    "later_ttfp_p90_speedup": ("later_ttfp_p90_s", "stock/ours", "higher"),
+    "later_text_ttfp_p50_speedup": ("later_text_ttfp_p50_s", "stock/ours", "higher"),
+    "later_text_ttfp_p90_speedup": ("later_text_ttfp_p90_s", "stock/ours", "higher"),
+}
+# name of the ratio → metric of which ours has less than stock; the share that is saved. Of all that
+# is computed a tier can save at most what is not new: 0.82 in the kv presets.
+_SAVINGS = {
+    "prefill_tokens_saved_fraction": "prefill_tokens_recomputed",
+    "prefill_computed_saved_fraction": "prefill_tokens_computed",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="ci", help="(%(default)s)")
+    parser.add_argument(
+        "--arms", metavar="A,B", help="stock and these servers of the preset (default: all)"
+    )
     parser.add_argument("--pairs", type=int, help="rounds A B ... (the preset's)")
     parser.add_argument("--slow-motion", type=float, metavar="K", help="for every case")
     parser.add_argument("--seed", type=int, help="of every case")
@@ -164,6 +245,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plots", metavar="DIR", type=Path, help="write the plots")
 
 
+def _chosen(arms: tuple[Arm, ...], names: str | None) -> tuple[Arm, ...]:
+    """Stock, and those of ``names`` (with commas between them).
+
+    Raises:
+        ValueError: a name is none of the preset's.
+    """
+    if names is None:
+        return arms
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in [arm.name for arm in arms]:
+            known = ", ".join(arm.name for arm in arms)
+            raise ValueError(f"--arms {name!r} is not in this preset: it has {known}")
+    return tuple(arm for arm in arms if arm.name in {STOCK, *wanted})
+
+
 @dataclass
 class Run:
     """One case in one server."""
@@ -172,6 +269,11 @@ class Run:
     case: str
     pair: int
     report: SessionsReport
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return dict(self.report.metrics) | self.more
 
 
 def run(args: argparse.Namespace) -> int:
@@ -181,6 +283,7 @@ def run(args: argparse.Namespace) -> int:
     cases = {name: replace(case, **changes) for name, case in preset.cases.items()}
     pairs = args.pairs if args.pairs is not None else preset.pairs
     try:
+        preset = replace(preset, arms=_chosen(preset.arms, args.arms))
         if pairs < 1:
             raise ValueError("--pairs takes a whole number from 1")
         for case in cases.values():
@@ -203,18 +306,25 @@ def run(args: argparse.Namespace) -> int:
                     flags = [*arm.flags, *(["--fast-codes"] if fast_codes else [])]
                     log = args.logs / f"{arm.name.replace(' ', '-')}-{pair}.log"
                     progress.update(task, description=f"{arm.name}, round {pair + 1}")
-                    with running_server(args.model_dir, log, flags=flags) as server:
+                    record = log.with_suffix(".record")
+                    shutil.rmtree(record, ignore_errors=True)
+                    env = {RECORD_ENV: str(record), ROWS_ENV: "off"} if preset.prefill else {}
+                    with running_server(args.model_dir, log, flags=flags, env=env) as server:
                         for index, (name, case) in enumerate(cases.items()):
                             here = replace(case, url=server.url, model=server.name)
                             if index:  # the server is warm
                                 here = replace(here, warmup=0)
                             report = asyncio.run(run_sessions(here))
-                            runs.append(Run(arm.name, name, pair, report))
+                            more = _kv_metrics(server, record, here) if preset.prefill else {}
+                            runs.append(Run(arm.name, name, pair, report, more))
                             progress.advance(task)
     except ServerFailed as exc:
         print(f"liveserve bench compare: {exc}", file=sys.stderr)
         return 1
     ratios = compare(runs, [arm.name for arm in preset.arms[1:]])
+    for arm in preset.arms[1:]:
+        if arm.name.startswith(STOCK):
+            ratios |= compare(runs, [LIVE], against=arm.name)
     for table in tables(runs, ratios):
         console.print(table)
     if args.plots:
@@ -232,7 +342,7 @@ def run(args: argparse.Namespace) -> int:
                     "fast_codes": fast_codes,
                     **asdict(r.report.config),
                 },
-                "metrics": r.report.metrics,
+                "metrics": r.metrics,
             }
             for r in runs
         ]
@@ -247,29 +357,41 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(r.report.failed for r in runs) else 0
 
 
-def compare(runs: Sequence[Run], arms: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Ratios of each arm against stock, pair by pair, with their spread.
+def _kv_metrics(server: Server, record: Path, case: SessionsConfig) -> dict[str, Any]:
+    """Of the one case that ran in ``server``: tokens by the thinker's record, and the tier's own
+    totals where there is one.
+    """
+    readings = read_thinker(record, skip_sessions=case.warmup)
+    return prefill_metrics(readings) | {"kv": kv_totals(server.url)}
+
+
+def compare(
+    runs: Sequence[Run], arms: Sequence[str], *, against: str = STOCK
+) -> dict[str, dict[str, Any]]:
+    """Ratios of each arm against stock, or another arm, pair by pair, with their spread.
 
     A name is the metric, then the case (unless it is the metric's own, `_BARE`, or the only one),
-    then the arm if it is not LiveServe with everything on.
+    then the arm if it is not LiveServe with everything on, then what it is compared with if that is
+    not stock. Where nobody interrupts there is no waste to speak of.
     """
     metrics: dict[tuple[str, str, int], dict[str, Any]] = {
-        (r.arm, r.case, r.pair): dict(r.report.metrics) for r in runs
+        (r.arm, r.case, r.pair): r.metrics for r in runs
     }
     cases = list(dict.fromkeys(r.case for r in runs))
     found: dict[str, dict[str, Any]] = {}
     for arm in arms:
         for case in cases:
             of_arm = "" if arm == LIVE else f" {arm}"
+            of_arm += "" if against == STOCK else f" vs {against}"
 
             def named(name: str, case: str = case, of_arm: str = of_arm) -> str:
                 bare = len(cases) == 1 or case == _BARE.get(name, "load")
                 return name + ("" if bare else f" {case}") + of_arm
 
             both = [
-                (metrics[(STOCK, case, r.pair)], metrics[(arm, case, r.pair)])
+                (metrics[(against, case, r.pair)], metrics[(arm, case, r.pair)])
                 for r in runs
-                if r.arm == arm and r.case == case and (STOCK, case, r.pair) in metrics
+                if r.arm == arm and r.case == case and (against, case, r.pair) in metrics
             ]
             for name, (metric, form, better) in _QUOTIENTS.items():
                 values = [
@@ -280,6 +402,13 @@ def compare(runs: Sequence[Run], arms: Sequence[str]) -> dict[str, dict[str, Any
                     if stock.get(metric) and ours.get(metric)
                 ]
                 _put(found, named(name), values, better)
+            for name, metric in _SAVINGS.items():
+                saved = [
+                    1 - ours[metric] / stock[metric]
+                    for stock, ours in both
+                    if stock.get(metric) and ours.get(metric) is not None
+                ]
+                _put(found, named(name), saved, "higher")
             _put(
                 found,
                 named("continuity_delta_pp"),
@@ -291,7 +420,11 @@ def compare(runs: Sequence[Run], arms: Sequence[str]) -> dict[str, dict[str, Any
                 "higher",
             )
             for which, index in (("stock", 0), ("ours", 1)):
-                values = [pair[index]["waste_fraction"] for pair in both]
+                values = [
+                    pair[index]["waste_fraction"]
+                    for pair in both
+                    if pair[0].get("responses_interrupted") != 0
+                ]
                 _put(
                     found,
                     named(f"waste_{which}_fraction"),
@@ -299,19 +432,21 @@ def compare(runs: Sequence[Run], arms: Sequence[str]) -> dict[str, dict[str, Any
                     "lower",
                 )
             if case == "light":
-                losses = [_worst_loss(stock, ours) for stock, ours in both]
-                _put(found, "lowload_worst_regression" + of_arm, losses, "lower")
+                _put(found, "lowload_worst_regression" + of_arm, _worst_losses(both), "lower")
     return found
 
 
-def _worst_loss(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> float:
-    """Largest relative loss in any metric that counts at low load; negative: all are better."""
-    losses = []
-    for name, larger in _LOW_LOAD.items():
-        if stock.get(name) and ours.get(name):
-            ratio = ours[name] / stock[name]
-            losses.append(1 - ratio if larger else ratio - 1)
-    return max(losses)
+def _worst_losses(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[float]:
+    """Relative losses, pair by pair, in the metric that lost most at low load: the one whose median
+    over the pairs is largest. Negative: it won.
+    """
+    losses: dict[str, list[float]] = {}
+    for stock, ours in pairs:
+        for name, larger in _LOW_LOAD.items():
+            if stock.get(name) and ours.get(name):
+                ratio = ours[name] / stock[name]
+                losses.setdefault(name, []).append(1 - ratio if larger else ratio - 1)
+    return max(losses.values(), key=statistics.median, default=[])
 
 
 def _put(found: dict[str, dict[str, Any]], name: str, values: list[float], better: str) -> None:
@@ -337,15 +472,31 @@ _COLUMNS = (
 )
 
 
+_KV_COLUMNS = (
+    ("TTFP 2+ P50", "later_ttfp_p50_s", " s"),
+    ("P90", "later_ttfp_p90_s", " s"),
+    ("text P50", "later_text_ttfp_p50_s", " s"),
+    ("P90", "later_text_ttfp_p90_s", " s"),
+    ("asked", "prompt_tokens", "n"),
+    ("computed", "prefill_tokens_computed", "n"),
+    ("again", "prefill_tokens_recomputed", "n"),
+    ("hits", "prefix_hit_fraction", "%"),
+    ("continuity", "continuity_fraction", "%"),
+    ("turns/s", "completed_turns_per_s", ""),
+    ("failed", "responses_failed", "#"),
+)
+
+
 def tables(runs: Sequence[Run], ratios: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     """The runs, and the ratios with their spread."""
     k = runs[0].report.config.slow_motion
     every = Table(title=f"every run (users in slow motion, K = {k:g})", title_justify="left")
-    for column in ("case", "server", "round", *(c[0] for c in _COLUMNS)):
+    prefill = any("prefill_tokens_computed" in r.metrics for r in runs)
+    columns = _KV_COLUMNS if prefill else _COLUMNS
+    for column in ("case", "server", "round", *(c[0] for c in columns)):
         every.add_column(column)
     for r in sorted(runs, key=lambda r: (r.case, r.pair, r.arm != STOCK, r.arm)):
-        metrics = r.report.metrics
-        cells = [_cell(metrics.get(key), unit) for _, key, unit in _COLUMNS]
+        cells = [_cell(r.metrics.get(key), unit) for _, key, unit in columns]
         every.add_row(r.case, r.arm, str(r.pair + 1), *cells)
     summary = Table(title="LiveServe against stock", title_justify="left")
     for column in ("", "median", "low", "high", "target"):
@@ -369,4 +520,6 @@ def _cell(value: Any, unit: str) -> str:
         return "-"
     if unit == "#":
         return str(value)
+    if unit == "n":
+        return f"{value:,.0f}"
     return f"{100 * value:.0f} %" if unit == "%" else f"{value:.2f}{unit}"

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from liveserve.bench import queue_cost
 from liveserve.bench.overlay import (
     OVERLAYS,
     Happening,
@@ -101,7 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlays", nargs="+", choices=OVERLAYS, default=list(OVERLAYS), metavar="NAME",
         help=f"of {', '.join(OVERLAYS)}; all",
     )  # fmt: skip
-    parser.add_argument("--only", choices=("cost", "replay"), help="one half of the benchmark")
+    parser.add_argument(
+        "--only", choices=("cost", "replay", "queue"),
+        help="one part of the benchmark; queue, our free queue against vLLM's own, needs vLLM",
+    )  # fmt: skip
     parser.add_argument(
         "--blocks", type=int, nargs="+", metavar="N", help="pool sizes for the cost"
     )
@@ -140,11 +144,15 @@ def run(args: argparse.Namespace) -> int:
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as progress:
-            if args.only != "replay":
+            if args.only == "queue":
+                queues = queue_cost.measure(max(sizes), args.turns, args.seed)
+                cases += queues
+                ratios |= queue_cost.ratios(queues)
+            if args.only in (None, "cost"):
                 costs = cost_cases(sizes, args.turns, args.seed, progress)
                 cases += costs
                 ratios |= cost_ratios(costs)
-            if args.only != "cost":
+            if args.only in (None, "replay"):
                 trace = args.trace or SLICE
                 requests = with_blocks(read_trace(trace, args.trace_format))
                 requests = of_long_sessions(requests, args.min_turns)
@@ -156,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
                     case["params"] |= {"trace": trace.name, "min_turns": args.min_turns}
                 cases += replays
                 ratios |= replay_ratios(replays)
-    except (TraceError, ValueError) as error:
+    except (TraceError, ValueError, ImportError) as error:
         print(f"liveserve bench eviction: {error}", file=sys.stderr)
         return 2
     _print(cases, ratios)
@@ -167,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         command = shlex.join(["liveserve", *sys.argv[1:]])
         result = build_result(
             "eviction", cases, command=command, preset=args.preset, ratios=ratios,
-            simulated=args.only != "cost",
+            simulated=args.only in (None, "replay"),
         )  # fmt: skip
         write_result(args.json, result)
     return 0
@@ -176,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(
     args: argparse.Namespace, preset: Preset, sizes: Sequence[int], memory_gib: Sequence[float]
 ) -> None:
-    if preset.needs_trace and args.only != "cost" and not args.trace:
+    if preset.needs_trace and args.only in (None, "replay") and not args.trace:
         raise ValueError(f"--preset {args.preset} replays a whole trace: name it with --trace FILE")
     if min(sizes) < 4 * _SESSION_BLOCKS and args.only != "replay":
         raise ValueError(f"--blocks: use {4 * _SESSION_BLOCKS} or more")
@@ -660,6 +668,16 @@ def _print(cases: Sequence[dict[str, Any]], ratios: dict[str, dict[str, Any]]) -
                 f"{metrics['decision_us_per_block']:.2f}",
                 f"{metrics['cycle_us_per_block']:.2f}",
             )
+        console.print(table)
+    queues = [case for case in cases if case["params"]["part"] == "queue"]
+    if queues:
+        table = Table(title="a block taken, hashed and freed", title_justify="left")
+        for column in ("blocks", "free queue", "µs", "of the host's"):
+            table.add_column(column, justify="left" if column == "free queue" else "right")
+        for case in queues:
+            params, metrics = case["params"], case["metrics"]
+            figures = (f"{metrics['us_per_block']:.2f}", f"{metrics['host_ratio']:.2f}")
+            table.add_row(str(params["blocks"]), params["queue"], *figures)
         console.print(table)
     replays = [case for case in cases if case["params"]["part"] == "replay"]
     for overlay in dict.fromkeys(case["params"]["overlay"] for case in replays):

@@ -65,6 +65,7 @@ def running_server(
     flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
     serve: Sequence[str] = (sys.executable, "-m", "liveserve.cli", "serve"),
+    omni: bool = True,
     timeout_s: float = 300.0,
     on_wait: Callable[[float], None] = lambda _s: None,
 ) -> Iterator[Server]:
@@ -76,6 +77,7 @@ def running_server(
         flags: further flags of the command.
         env: variables on top of this process's environment.
         serve: the command, up to the model.
+        omni: the command serves omni models, whose stages may take long to start.
         timeout_s: how long the start may take.
         on_wait: called about four times a second with the seconds waited so far.
 
@@ -86,7 +88,9 @@ def running_server(
     name = "tiny"
     command = [*serve, str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
-    command += ["--stage-init-timeout", "600", "--init-timeout", "600", *flags]
+    if omni:
+        command += ["--stage-init-timeout", "600", "--init-timeout", "600"]
+    command += flags
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     log.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()

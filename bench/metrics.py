@@ -33,6 +33,7 @@ def aggregate(
     ttfp_slo_s: float | None = None,
     stage_tokens: Mapping[str, float] | None = None,
     stage_made: Mapping[str, Mapping[str, float]] | None = None,
+    stage_prompts: Mapping[str, Mapping[str, float]] | None = None,
     codec_frame_rate_hz: float = 12.5,
 ) -> dict[str, object]:
     """All metrics of one run.
@@ -40,13 +41,15 @@ def aggregate(
     ``span_s``: from the first session's start to the last one's end. ``stage_tokens``: tokens that
     each stage generated meanwhile, from the server's own counters (None: it gives none).
     ``stage_made``: what each stage made and wasted in responses that ended, where the server tells
-    (`liveserve.session.StageTotals`).
+    (`liveserve.session.StageTotals`). ``stage_prompts``: prompt tokens of each stage by where their
+    KV came from (`liveserve.bench.server.parse_prompt_tokens`).
 
     A turn counts as served when its answer was heard to its end or up to the user's own barge-in.
     *Continuity* is the share of the answers that began to play in which no single gap was longer
     than ``max_gap_s``. *Useful* turns are served, continuous and, with ``ttfp_slo_s``, on time.
     *Waste* is what reached the client and was never heard; where the server counts its talker's
-    frames, ``generated_waste_fraction`` also has what was made and never sent.
+    frames, ``generated_waste_fraction`` also has what was made and never sent. *Later* turns are
+    those that have a history: all but a session's first.
     """
     played = [r for r in responses if r.first_audio_s is not None]
     served = [r for r in played if r.outcome in (COMPLETED, INTERRUPTED)]
@@ -54,7 +57,8 @@ def aggregate(
     on_time = [
         r for r in played if ttfp_slo_s is None or (r.ttfp_s is not None and r.ttfp_s <= ttfp_slo_s)
     ]
-    useful = [r for r in served if r in continuous and r in on_time]
+    good = {id(r) for r in continuous} & {id(r) for r in on_time}
+    useful = [r for r in served if id(r) in good]
     outcomes = Counter(r.outcome for r in responses)
     errors: Counter[str] = Counter()
     for session in sessions:
@@ -75,6 +79,8 @@ def aggregate(
         "ttfp_mean_s": _mean(r.ttfp_s for r in responses),
         **percentiles("ttfp_from_speech_end", (r.ttfp_from_speech_end_s for r in responses)),
         **percentiles("text_ttfp", (r.text_ttfp_s for r in responses)),
+        **percentiles("later_ttfp", (r.ttfp_s for r in responses if r.turn)),
+        **percentiles("later_text_ttfp", (r.text_ttfp_s for r in responses if r.turn)),
         **percentiles("rtf", (r.rtf for r in responses), ""),
         "rtf_mean": _mean(r.rtf for r in responses),
         **percentiles(
@@ -103,7 +109,21 @@ def aggregate(
         metrics["ttfp_slo_fraction"] = _ratio(len(on_time), len(played))
     metrics |= _token_metrics(responses, stage_tokens or {}, codec_frame_rate_hz)
     metrics |= _stage_waste(responses, stage_made or {}, codec_frame_rate_hz)
+    metrics |= _prefill(stage_prompts or {})
     return metrics
+
+
+def _prefill(stage_prompts: Mapping[str, Mapping[str, float]]) -> dict[str, object]:
+    """What the thinker was asked to read, and what of it it computed."""
+    by_source = stage_prompts.get("0")
+    if not by_source:
+        return {}
+    asked, computed = sum(by_source.values()), by_source.get("local_compute", 0.0)
+    return {
+        "prompt_tokens": asked,
+        "prefill_tokens_computed": computed,
+        "prefix_hit_fraction": _ratio(asked - computed, asked),
+    }
 
 
 def _stage_waste(

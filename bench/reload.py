@@ -37,7 +37,7 @@ from liveserve.bench.compute_load import SMALL, THINKER, ModelShape, PagedModel
 from liveserve.bench.gpu_facts import gpu_facts
 from liveserve.bench.result_file import build_result, write_result
 from liveserve.bench.terminal import print_table, progress
-from liveserve.bench.transfer import DRY_RUN_NOTE, bench_device
+from liveserve.bench.transfer import DRY_RUN_NOTE, add_engine_arguments, bench_device
 from liveserve.kernels.calibrate import BUILT_IN, Table
 from liveserve.kernels.layout import PagedCache
 from liveserve.kvtier.links import open_link
@@ -83,16 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chunk-tokens", type=int, help="of a prefill chunk (2048; dry run: 256)")
     parser.add_argument("--repeats", type=int, help="rounds over all cases (5; dry run: 3)")
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="calibration that chooses (the built-in one)"
-    )
-    parser.add_argument(
-        "--link-gbps", type=float, metavar="GBPS", help="rate of the CPU's link (dry run: 1)"
-    )
-    parser.add_argument("--device", default="cuda:0", help="the GPU (%(default)s)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="on the CPU, small; the default without a GPU"
-    )
+    add_engine_arguments(parser, "rate of the CPU's link (dry run: 1)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result file")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="write the critical paths (PNG)")
     parser.add_argument(

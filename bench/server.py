@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
+from typing import Any
+
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 GENERATION_TOKENS = "vllm:generation_tokens_total"
 """The host's counter, labelled by stage and replica (``vllm_omni/metrics/stat_logger.py``)."""
+PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+"""The host's counter of prompt tokens, by where their KV came from."""
 
 
 class ServerUnreachable(Exception):
@@ -31,14 +37,24 @@ async def first_model(http: aiohttp.ClientSession, url: str) -> str:
         ) from exc
 
 
-async def stage_generation_tokens(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Tokens generated so far per stage, summed over replicas; empty where there is no counter."""
+async def exposition(http: aiohttp.ClientSession, url: str) -> str:
+    """The server's Prometheus metrics as text; empty where it gives none."""
     try:
         address = url.rstrip("/") + "/metrics"
         async with http.get(address, timeout=aiohttp.ClientTimeout(total=10)) as response:
             response.raise_for_status()
-            return parse_stage_tokens(await response.text())
+            return await response.text()
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        return ""
+
+
+def kv_totals(url: str) -> dict[str, Any]:
+    """``GET /liveserve/kv`` of the thinker; empty where there is none."""
+    try:
+        with urllib.request.urlopen(url.rstrip("/") + "/liveserve/kv", timeout=10) as response:
+            engines = json.load(response)["engines"]
+        return dict(engines[0].get("kv") or {})
+    except (OSError, ValueError, LookupError, TypeError):
         return {}
 
 
@@ -56,11 +72,28 @@ async def stage_totals(http: aiohttp.ClientSession, url: str) -> dict[str, dict[
 
 
 def parse_stage_tokens(exposition: str) -> dict[str, float]:
-    """Per-stage sums of ``GENERATION_TOKENS`` in a Prometheus text exposition."""
-    totals: dict[str, float] = {}
+    """Tokens that each stage generated so far, summed over replicas, in a Prometheus text."""
+    return {
+        stage: sum(by_source.values())
+        for stage, by_source in _by_stage(exposition, GENERATION_TOKENS).items()
+    }
+
+
+def parse_prompt_tokens(exposition: str) -> dict[str, dict[str, float]]:
+    """Prompt tokens of each stage so far, by where their KV came from: ``local_compute`` was
+    prefilled, ``local_cache_hit`` found in the prefix cache, ``external_kv_transfer`` loaded by a
+    connector. Counted when the first token is out.
+    """
+    return _by_stage(exposition, PROMPT_TOKENS)
+
+
+def _by_stage(exposition: str, name: str) -> dict[str, dict[str, float]]:
+    totals: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            if sample.name == GENERATION_TOKENS:
+            if sample.name == name:
                 stage = sample.labels.get("stage", sample.labels.get("engine", "0"))
-                totals[stage] = totals.get(stage, 0.0) + sample.value
+                sums = totals.setdefault(stage, {})
+                source = sample.labels.get("source", "")
+                sums[source] = sums.get(source, 0.0) + sample.value
     return totals

@@ -14,7 +14,7 @@ import math
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,8 +32,10 @@ from liveserve.bench.report import results_table, save_plots
 from liveserve.bench.result_file import build_result, write_result
 from liveserve.bench.server import (
     ServerUnreachable,
+    exposition,
     first_model,
-    stage_generation_tokens,
+    parse_prompt_tokens,
+    parse_stage_tokens,
     stage_totals,
 )
 from liveserve.bench.workload import (
@@ -44,6 +46,7 @@ from liveserve.bench.workload import (
     Utterance,
     WorkloadConfig,
     arrival_times_s,
+    instructions_text,
     load_utterances,
     plan_session,
 )
@@ -73,6 +76,7 @@ class SessionsConfig:
     reply_gap_cv: float = 0.5
     answer_seconds: tuple[float, ...] = (10.0, 20.0, 40.0)
     tokens_per_second: float = 3.2
+    instructions_chars: int = 0
     slow_motion: float = 1.0
     continuous_mic: bool = False
     vad_threshold: float = 0.5
@@ -113,7 +117,10 @@ class SessionsConfig:
         for name in ("codec_frame_rate", "duration", "ttfp_slo"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("reply_gap", "reply_gap_cv", "ramp", "tokens_per_second", "vad_silence_ms"):
+        for name in (
+            "reply_gap", "reply_gap_cv", "ramp", "tokens_per_second", "vad_silence_ms",
+            "instructions_chars",
+        ):  # fmt: skip
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, value, "use a number from 0")
         _require(
@@ -169,6 +176,7 @@ class SessionsReport:
     sessions: list[SessionRecord]
     stage_tokens: dict[str, float] = field(default_factory=dict)
     stage_made: dict[str, dict[str, float]] = field(default_factory=dict)
+    stage_prompts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def span_s(self) -> float:
@@ -187,6 +195,7 @@ class SessionsReport:
             ttfp_slo_s=self.config.ttfp_slo,
             stage_tokens=self.stage_tokens,
             stage_made=self.stage_made,
+            stage_prompts=self.stage_prompts,
             codec_frame_rate_hz=self.config.codec_frame_rate,
         )
 
@@ -231,22 +240,30 @@ async def run_sessions(
         cfg = replace(cfg, model=cfg.model or served)
         for _ in range(cfg.warmup):
             await _warm_up(cfg, utterances, http)
-        tokens_before = await stage_generation_tokens(http, cfg.url)
+        text_before = await exposition(http, cfg.url)
         made_before = await stage_totals(http, cfg.url)
         crowd = _Crowd(cfg, utterances, http, on_progress)
         await crowd.run()
-        tokens_after = await stage_generation_tokens(http, cfg.url)
+        text_after = await exposition(http, cfg.url)
         made_after = await stage_totals(http, cfg.url)
     return SessionsReport(
         cfg,
         sorted(crowd.responses, key=lambda r: (r.session, r.turn)),
         sorted(crowd.sessions, key=lambda s: s.index),
-        {stage: n - tokens_before.get(stage, 0.0) for stage, n in tokens_after.items()},
-        {
-            stage: {name: n - made_before.get(stage, {}).get(name, 0.0) for name, n in made.items()}
-            for stage, made in made_after.items()
-        },
+        _growth(parse_stage_tokens(text_before), parse_stage_tokens(text_after)),
+        _growth_by_stage(made_before, made_after),
+        _growth_by_stage(parse_prompt_tokens(text_before), parse_prompt_tokens(text_after)),
     )
+
+
+def _growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def _growth_by_stage(
+    before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    return {stage: _growth(before.get(stage, {}), values) for stage, values in after.items()}
 
 
 async def _warm_up(
@@ -333,6 +350,7 @@ class _Crowd:
             planned_start_s=start_s,
             last_turn_start_s=self._deadline_s,
             on_answer=self._on_progress,
+            instructions=instructions_text(self._cfg.seed, index, self._cfg.instructions_chars),
         )
         await session.run()
         self.responses += session.responses
@@ -414,6 +432,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="ask for a length as max_output_tokens = R x its seconds: text tokens per second of "
         "the model's speech; 0: do not ask, lengths only place barge-ins (%(default)s)",
+    )
+    users.add_argument(
+        "--instructions-chars",
+        type=int,
+        default=d.instructions_chars,
+        metavar="N",
+        help="every session has instructions of its own, of N characters (%(default)s)",
     )
     users.add_argument(
         "--p-barge-in", type=float, default=d.p_barge_in, help="chance to interrupt an answer (0)"

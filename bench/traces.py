@@ -111,14 +111,11 @@ def _guess(path: Path, first: str) -> str:
 
 
 def _read_mooncake(path: Path, lines: Sequence[str]) -> Iterator[TraceRequest]:
-    before_ms, first_ms = 0.0, None
+    clock = _Clock(_MAX_SECONDS * 1e3)
     for number, line in enumerate(lines, 1):
         at = _Line(path, number, _object(path, number, line))
         now_ms = at.seconds("timestamp", _MAX_SECONDS * 1e3, "milliseconds")
-        if first_ms is None:
-            first_ms = before_ms = now_ms
-        at.in_order("timestamp", before_ms, now_ms)
-        before_ms = now_ms
+        at_ms = clock.since_first(at, "timestamp", now_ms)
         input_tokens = at.count("input_length", 1, _MAX_TOKENS)
         blocks = at.value("hash_ids")
         if not isinstance(blocks, list) or not all(type(b) is int and b >= 0 for b in blocks):
@@ -132,7 +129,7 @@ def _read_mooncake(path: Path, lines: Sequence[str]) -> Iterator[TraceRequest]:
         if len(set(blocks)) != len(blocks):
             raise TraceError(f"{path}:{number}: hash_ids: one id stands twice in a prompt")
         yield TraceRequest(
-            (now_ms - first_ms) / 1e3,
+            at_ms / 1e3,
             input_tokens,
             at.count("output_length", 0, _MAX_TOKENS),
             tuple(blocks),
@@ -140,7 +137,7 @@ def _read_mooncake(path: Path, lines: Sequence[str]) -> Iterator[TraceRequest]:
 
 
 def _read_interaction(path: Path, lines: Sequence[str]) -> Iterator[TraceRequest]:
-    before_s, first_s = 0.0, None
+    clock = _Clock(_MAX_SECONDS)
     turns: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         at = _Line(path, number, _object(path, number, line))
@@ -148,13 +145,7 @@ def _read_interaction(path: Path, lines: Sequence[str]) -> Iterator[TraceRequest
         if type(session) not in (int, str) or session == "":
             at.wrong("session_id", "a name or an integer")
         session = str(session)
-        now_s = at.seconds("timestamp", 4e9, "seconds")
-        if first_s is None:
-            first_s = before_s = now_s
-        at.in_order("timestamp", before_s, now_s)
-        if now_s - first_s > _MAX_SECONDS:
-            at.wrong("timestamp", "within a year of the first")
-        before_s = now_s
+        at_s = clock.since_first(at, "timestamp", at.seconds("timestamp", 4e9, "seconds"))
         turn = at.count("turn", 0, _MAX_TURN)
         if turn <= turns.get(session, -1):
             at.wrong("turn", f"above {turns[session]}, the turn of session {session} before")
@@ -163,7 +154,7 @@ def _read_interaction(path: Path, lines: Sequence[str]) -> Iterator[TraceRequest
         if at.record.get("gap") is not None:
             gap_s = at.seconds("gap", _MAX_SECONDS, "seconds")
         yield TraceRequest(
-            now_s - first_s,
+            at_s,
             at.count("query_length", 1, _MAX_TOKENS),
             at.count("response_length", 0, _MAX_TOKENS),
             session=session,
@@ -176,7 +167,7 @@ def _read_azure(path: Path, lines: Sequence[str]) -> Iterator[TraceRequest]:
     header = tuple(name.strip() for name in lines[0].lstrip("\ufeff").split(","))
     if header != _AZURE_FIELDS:
         raise TraceError(f"{path}:1: header: expected {','.join(_AZURE_FIELDS)}, got {lines[0]!r}")
-    before_s, first_s = 0.0, None
+    clock = _Clock(_MAX_SECONDS)
     for number, line in enumerate(lines[1:], 2):
         row = next(csv.reader([line]), [])
         if len(row) != len(_AZURE_FIELDS):
@@ -186,15 +177,9 @@ def _read_azure(path: Path, lines: Sequence[str]) -> Iterator[TraceRequest]:
             if record[name].strip().isascii() and record[name].strip().isdigit():
                 record[name] = int(record[name])
         at = _Line(path, number, record)
-        now_s = _azure_time_s(at)
-        if first_s is None:
-            first_s = before_s = now_s
-        at.in_order("TIMESTAMP", before_s, now_s)
-        if now_s - first_s > _MAX_SECONDS:
-            at.wrong("TIMESTAMP", "within a year of the first")
-        before_s = now_s
+        at_s = clock.since_first(at, "TIMESTAMP", _azure_time_s(at))
         yield TraceRequest(
-            now_s - first_s,
+            at_s,
             at.count("ContextTokens", 1, _MAX_TOKENS),
             at.count("GeneratedTokens", 0, _MAX_TOKENS),
         )
@@ -251,6 +236,22 @@ class _Line:
             self.wrong(field, f"{unit} from 0 to {high:.0f}")
         return float(value)
 
-    def in_order(self, field: str, before: float, now: float) -> None:
-        if now < before:
-            self.wrong(field, "no time before the line above")
+
+class _Clock:
+    """A trace's times. ``year``: what that is in the trace's unit."""
+
+    def __init__(self, year: float) -> None:
+        self._year = year
+        self._first: float | None = None
+        self._before = 0.0
+
+    def since_first(self, at: _Line, field: str, now: float) -> float:
+        """Time from the first line to ``now``, the time in ``field`` of the line ``at``."""
+        if self._first is None:
+            self._first = self._before = now
+        if now < self._before:
+            at.wrong(field, "no time before the line above")
+        if now - self._first > self._year:
+            at.wrong(field, "within a year of the first")
+        self._before = now
+        return now - self._first

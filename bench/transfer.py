@@ -115,16 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--refcheck", action="store_true", help="check the bytes of every method in every case"
     )
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="calibration that chooses (the built-in one)"
-    )
-    parser.add_argument(
-        "--link-gbps", type=float, metavar="GBPS", help="dry run: rate of the engine's link"
-    )
-    parser.add_argument("--device", default="cuda:0", help="the GPU (%(default)s)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="on the CPU, small; the default without a GPU"
-    )
+    add_engine_arguments(parser, "dry run: rate of the engine's link")
     parser.add_argument(
         "--budget-s", type=float, metavar="S", help="start no more cases after so many seconds"
     )
@@ -399,6 +390,23 @@ class TransferBench:
         if not method.supports(case.cache, case.pool):
             return None
         return CopyLane(case, direction, method, repeats)
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where a GPU benchmark runs: what `bench_device` reads."""
+    parser.add_argument("--device", default="cuda:0", help="the GPU (%(default)s)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on the CPU, small; the default without a GPU"
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, link_help: str) -> None:
+    """Where and with what a benchmark of the TransferEngine runs."""
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="calibration that chooses (the built-in one)"
+    )
+    parser.add_argument("--link-gbps", type=float, metavar="GBPS", help=link_help)
+    add_device_arguments(parser)
 
 
 def bench_device(args: argparse.Namespace) -> str:

@@ -21,6 +21,8 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 ARRIVALS = ("closed", "poisson", "burst")
 
+_WORDS = ("answer", "briefly", "kindly", "never", "guess", "repeat", "numbers", "twice", "please")
+
 
 @dataclass(frozen=True)
 class Utterance:
@@ -113,6 +115,17 @@ def plan_session(cfg: WorkloadConfig, index: int) -> SessionPlan:
         fraction = low + (high - low) * fraction
         turns.append(TurnPlan(utterance, answer_s, fraction if barge_in else None, gap_s))
     return SessionPlan(index, tuple(turns))
+
+
+def instructions_text(seed: int, index: int, chars: int) -> str:
+    """Instructions of session ``index``: ``chars`` characters that no other session begins with."""
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(2, index)))
+    words = [f"Session {index} of run {seed}."]
+    length = len(words[0])
+    while length < chars:
+        words.append(_WORDS[int(rng.integers(len(_WORDS)))])
+        length += 1 + len(words[-1])
+    return " ".join(words)[:chars]
 
 
 def arrival_times_s(

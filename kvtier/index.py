@@ -230,6 +230,15 @@ class SessionIndex:
                 best_score, best = score, group
         return best_score, best
 
+    def later(self, wait_s: float, now_s: float, chance: Sequence[float]) -> int:
+        """Evictable blocks with a score above ``wait_s``. O(groups)."""
+        return sum(
+            entry[3].live
+            for heap in self._lanes
+            for entry in heap
+            if entry[3].entry == entry[2] and self.score(entry[3], now_s, chance) > wait_s
+        )
+
     def take(self, group: Group, count: int, victims: list[int]) -> int:
         """Evict at most ``count`` blocks of ``group``, deepest first, onto ``victims``.
 

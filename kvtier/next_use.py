@@ -236,6 +236,10 @@ class NextUse:
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
+    def unsubscribe(self, listener: Listener) -> None:
+        # A new list: it may be walked right now.
+        self._listeners = [known for known in self._listeners if known != listener]
+
     # ---- what happens ----------------------------------------------------------------------
 
     def needed(self, session: Hashable, now_s: float) -> None:
@@ -284,6 +288,11 @@ class NextUse:
         """Nothing is known of the session any more: it is treated as if by LRU."""
         if self._estimates.pop(session, None) is not None:
             self._tell(session, None, False)
+
+    def clear(self) -> None:
+        """Every session is `lost`."""
+        for session in tuple(self._estimates):
+            self.lost(session)
 
     def advance(self, now_s: float, limit: int = 32) -> None:
         """Re-key at most ``limit`` sessions whose time has passed without news."""

@@ -49,12 +49,30 @@ class EvictionPolicy(ABC):
     def evict(self, count: int, now_s: float) -> list[int]:
         """Choose at most ``count`` victims, in order, and remove them."""
 
+    def spare(self, count: int, wait_s: float, now_s: float) -> int:
+        """Of the next ``count`` victims, how many are not expected to be needed within ``wait_s``;
+        one of which nothing is known is expected again after as long as it has lain unused. None
+        where a policy cannot tell."""
+        return 0
+
     def use(self, session: Hashable, blocks: Sequence[int], now_s: float) -> None:  # noqa: B027
         """``session``'s history now is ``blocks``, first one first, evictable or not."""
 
     def void(self, blocks: Iterable[int]) -> None:  # noqa: B027
         """The content of ``blocks`` is gone or will not be read again (an unheard suffix). Those
         that are evictable may go first."""
+
+    def close(self) -> None:  # noqa: B027
+        """It is not used any more: the estimator may forget it."""
+
+    def _spare_in(self, order: Iterable[int], count: int, wait_s: float, now_s: float) -> int:
+        last_use_s = self.table.last_use_s
+        found = 0
+        for block in order:
+            if found >= count or now_s - last_use_s[block] <= wait_s:
+                break
+            found += 1
+        return found
 
     def _unfree(self, block: int) -> None:
         if not self.table.evictable[block]:
@@ -92,6 +110,9 @@ class Lru(EvictionPolicy):
         for block in victims:
             evictable[block] = 0
         return victims
+
+    def spare(self, count: int, wait_s: float, now_s: float) -> int:
+        return self._spare_in(self._order, count, wait_s, now_s)
 
 
 class TailLru(Lru):
@@ -146,6 +167,10 @@ class TailLru(Lru):
         for block in victims:
             evictable[block] = 0
         return victims + super().evict(count - len(victims), now_s)
+
+    def spare(self, count: int, wait_s: float, now_s: float) -> int:
+        found = min(count, len(self._safe))
+        return found + super().spare(count - found, wait_s, now_s)
 
 
 class NextUsePolicy(EvictionPolicy):
@@ -268,6 +293,18 @@ class NextUsePolicy(EvictionPolicy):
         self._free -= len(victims)
         return victims
 
+    def spare(self, count: int, wait_s: float, now_s: float) -> int:
+        found = min(count, len(self._blank))
+        try:
+            self._estimator.advance(now_s)
+            if self._index is not None:
+                found += self._index.later(wait_s, now_s, self._estimator.chance)
+        except Exception as error:
+            self._fall_back(error)
+            found = min(count, len(self._blank))
+        found = min(found, count)
+        return found + self._spare_in(self._recency, count - found, wait_s, now_s)
+
     # ---- when to trust the index -----------------------------------------------------------
 
     def fail_closed(self) -> None:
@@ -281,6 +318,9 @@ class NextUsePolicy(EvictionPolicy):
         """After a failure: try the index again."""
         self._rebuild()
         self._index = SessionIndex(self.table)
+
+    def close(self) -> None:
+        self._estimator.unsubscribe(self._heard)
 
     def wait_s(self, block: int, now_s: float) -> float:
         """Expected seconds per use of ``block``, which is evictable: the most goes first."""
@@ -394,6 +434,9 @@ class LogOnly(Lru):
         blocks = list(blocks)
         super().remove(blocks)
         self.shadow.remove(blocks)
+
+    def close(self) -> None:
+        self.shadow.close()
 
     def evict(self, count: int, now_s: float) -> list[int]:
         victims = super().evict(count, now_s)

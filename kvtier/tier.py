@@ -171,6 +171,16 @@ class Tier(Generic[Hash]):
         entry = self._entries.get(key)
         return State.ABSENT if entry is None else entry.state
 
+    def has(self, key: Hash) -> bool:
+        """Whether ``key`` is in DRAM, being loaded or not."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.slot >= 0
+
+    def gpu_blocks(self, key: Hash) -> tuple[int, ...]:
+        """GPU blocks on which ``key`` is, as far as was said here."""
+        entry = self._entries.get(key)
+        return () if entry is None else tuple(entry.gpu_blocks)
+
     def match(self, keys: Iterable[Hash]) -> int:
         """How many of ``keys``, from the first on without a gap, are in DRAM."""
         count = 0
@@ -186,6 +196,11 @@ class Tier(Generic[Hash]):
         entries = map(self._entries.get, keys)
         slots = [e.slot for e in entries if e is not None and e.slot >= 0]
         self.policy.use(session, slots, now_s)
+
+    def void(self, keys: Iterable[Hash]) -> None:
+        """Nobody will read ``keys`` again: what of them is in DRAM may go first."""
+        entries = map(self._entries.get, keys)
+        self.policy.void([e.slot for e in entries if e is not None and e.slot >= 0])
 
     # ---- the GPU's block pool --------------------------------------------------------------
 

@@ -49,7 +49,11 @@ class SourceLost(TransferError):
 
 
 class ChecksumError(TransferError):
-    """A slot does not hold what was stored there."""
+    """``slot`` does not hold what was stored there (CRC-32)."""
+
+    def __init__(self, slot: int) -> None:
+        super().__init__(f"slot {slot} does not hold what was stored there (CRC-32)")
+        self.slot = slot
 
 
 @runtime_checkable

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
+from torch.cuda import nvtx
 
 from liveserve.kernels.base import CopyMethod, Direction
 from liveserve.kernels.layout import PagedCache
 from liveserve.kvtier.transfer_base import Piece, Source, ThreadedLink
 
+_HAS_NVTX = torch.version.cuda is not None
 # The method for a copy of so many blocks, these layers. Called from both lanes' threads.
 Choose: TypeAlias = Callable[[Direction, int, range], CopyMethod]
 
@@ -88,7 +91,8 @@ class CudaLink(ThreadedLink):
         ids = piece.block_ids, piece.slot_ids
         try:
             method = self._choose(direction, len(piece.block_ids), piece.layers)
-            method.copy(direction, self.cache, self.pool, *ids, piece.layers, stream)
+            with _nvtx(f"liveserve {piece.transfer.kind.name.lower()}"):
+                method.copy(direction, self.cache, self.pool, *ids, piece.layers, stream)
             event = torch.cuda.Event(blocking=True)
             event.record(stream)
         except Exception as exc:
@@ -110,3 +114,8 @@ def _error_of(call: Callable[[], None]) -> Exception | None:
     except Exception as exc:
         return exc
     return None
+
+
+def _nvtx(name: str) -> AbstractContextManager[object]:
+    """A range for profilers; costs a microsecond where none listens."""
+    return nvtx.range(name) if _HAS_NVTX else nullcontext()

@@ -89,5 +89,5 @@ class SlotChecksums:
         for slot in slot_ids:
             expected = self._sums.get(slot)
             if expected is not None and zlib.crc32(self._rows[slot]) != expected:
-                return ChecksumError(f"slot {slot} does not hold what was stored there (CRC-32)")
+                return ChecksumError(slot)
         return None

@@ -10,20 +10,36 @@ from liveserve.version import __version__
 
 # Subcommand → (module with add_arguments and run, help). Imported only when used.
 _COMMANDS = {
+    "calibrate": (
+        "liveserve.bench.calibrate_server",
+        "a cost model for the simulator, from a running server",
+    ),
     "demo": ("liveserve.bench.demo", "spoken conversations on a CPU, from nothing to a report"),
+    "profile": ("liveserve.bench.profile", "what first text and first audio wait for, live"),
+    "simulate": (
+        "liveserve.bench.simulator.command",
+        "simulate a deployment: the shipped policies on a model of its costs",
+    ),
     "tiny-model": (
         "liveserve.host.cpu.tiny_model",
         "write a tiny random Qwen3-Omni to run on a CPU",
     ),
+    "tune": ("liveserve.bench.tune", "settings for a workload, found in the simulator"),
 }
 _BENCHES = {
     "calibrate": ("liveserve.bench.calibrate", "measure this GPU's copy methods for the chooser"),
     "compare": ("liveserve.bench.compare", "the stock host against LiveServe, side by side"),
     "eviction": ("liveserve.bench.eviction", "what evicting costs, and what a policy is worth"),
+    "kv-text": ("liveserve.bench.kv_text", "a text model's KV tiers side by side, on a CPU"),
     "overhead": ("liveserve.bench.overhead", "step times with LiveServe watching against stock"),
     "planning": ("liveserve.bench.planning", "the cost of one planning round"),
     "reload": ("liveserve.bench.reload", "a session's KV back from memory: what a turn waits for"),
     "sessions": ("liveserve.bench.sessions", "voice sessions against a running server"),
+    "validate": ("liveserve.bench.validate", "the simulator against the real pipeline on a CPU"),
+    "paper": (
+        "liveserve.bench.paper",
+        "the paper's evaluation in the simulator, theirs beside ours",
+    ),
     "transfer": ("liveserve.bench.transfer", "how fast blocks move, and what it costs decoding"),
 }
 

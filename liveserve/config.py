@@ -18,6 +18,8 @@ from liveserve.scheduler.policy_config import PolicyConfig
 
 ENV_SWITCH = "LIVESERVE"
 ENV_CONFIG = "LIVESERVE_CONFIG"
+# Of a host without LiveServe: the window alone, for comparisons (see `LiveServeConfig`).
+ENV_HISTORY_TURNS = "LIVESERVE_HISTORY_TURNS"
 
 # Stages that hold requests that are far ahead of the listener. A thinker is not one: a talker takes
 # a text token per codec frame, so text that is seconds ahead of the speech may be the token it
@@ -54,6 +56,46 @@ class StageConfig(msgspec.Struct, forbid_unknown_fields=True):
     pace: bool | None = None
 
 
+KvPolicy = Literal["lru", "t-lru", "next-use", "log-only"]
+
+
+class KvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The KV tier of an engine that has the ``liveserve`` connector: of an omni model the thinker.
+
+    Attributes:
+        dram_bytes: host memory for KV (and companion rows) in each worker process; 0: no tier.
+        policy: who leaves DRAM first, see `liveserve.kvtier.policies`.
+        gpu_policy: who leaves the GPU's free queue first; None: as ``policy``.
+        safe_blocks: for "t-lru": as many last blocks of a session are cheap to recompute.
+        link_gbps: on a machine without a GPU, copy as fast as a link of so many 1e9 bytes/s.
+        checksums: keep the CRC-32 of what is stored and check it before it is loaded. None: on a
+            CPU only; it costs about a millisecond per MiB on the link's threads.
+        max_wait_ms: how long an on-path load may wait behind bytes that the link already has.
+        min_load_blocks: a hit of fewer blocks is recomputed.
+        load_timeout_s: a request waits for its load at most so long, then it is recomputed.
+        store_ahead: under pressure, the next victims among so large a share of the GPU's blocks
+            are stored before they are evicted. 0: only what a finished turn leaves is stored.
+        store_queue_bytes: stores under way at once; more wait.
+        ahead_tokens: a prompt of more tokens is stored as soon as its prefill is done, not only
+            after the turn.
+        preload_bytes: of preloads under way at once.
+    """
+
+    dram_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    policy: KvPolicy = "next-use"
+    gpu_policy: KvPolicy | None = None
+    safe_blocks: Count = 32
+    link_gbps: Positive | None = None
+    checksums: bool | None = None
+    max_wait_ms: Positive = 1.0
+    min_load_blocks: Count = 1
+    load_timeout_s: Positive = 10.0
+    store_ahead: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    store_queue_bytes: Count = 1 << 28
+    ahead_tokens: Count = 2048
+    preload_bytes: Count = 1 << 30
+
+
 class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Mechanisms that can be flipped at run time, each for itself.
 
@@ -71,6 +113,11 @@ class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lookahead: a stage looks for its requests' next inputs right before it schedules, so that
             they run in every step. Off: in every other one.
         unheard: KV blocks of what an interrupted answer did not get to say are freed first.
+        kv_store: KV is copied to DRAM. Off: nothing new enters the tier.
+        kv_load: KV that is in DRAM is loaded. Off: it is recomputed.
+        kv_preload: a session's KV that is in DRAM is loaded while its user still speaks. Off: when
+            its request asks for it.
+        kv_evict: eviction follows the configured policies. Off: the host's order, and LRU.
     """
 
     order: bool = True
@@ -82,6 +129,10 @@ class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     false_alarm: bool = True
     unheard: bool = True
     lookahead: bool = True
+    kv_store: bool = True
+    kv_load: bool = True
+    kv_preload: bool = True
+    kv_evict: bool = True
 
 
 class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,6 +163,10 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
         chunks: sizes of codec chunks; ``first`` and ``largest`` are the deployment's own.
         generation_step_s: a one-shot stage (the vocoder) takes only as many chunks at a time as
             it can do in about this long, so that an urgent one does not wait behind a large batch.
+        kv: the KV tier.
+        history_turns: turns that a duplex session remembers at most, the current one included;
+            when more came, it forgets half of them at once (see `liveserve.host.window`). None:
+            the host's own window.
         stages: settings per stage name.
     """
 
@@ -130,6 +185,8 @@ class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):
     switches: Switches = Switches()
     chunks: ChunkPolicy = ChunkPolicy()
     generation_step_s: Positive = 0.15
+    kv: KvConfig = KvConfig()
+    history_turns: Count | None = None
     stages: dict[str, StageConfig] = {}
 
     def policy(
@@ -224,6 +281,20 @@ def from_env(environ: Mapping[str, str] = os.environ) -> LiveServeConfig | None:
         raise ConfigError(f"{ENV_SWITCH}={switch!r} is not a switch; use on or off")
     text = environ.get(ENV_CONFIG, "").strip()
     return parse_config(text) if text else LiveServeConfig()
+
+
+def history_turns_from_env(environ: Mapping[str, str] = os.environ) -> int | None:
+    """``history_turns`` where LiveServe is off.
+
+    Raises:
+        ConfigError: it is not a whole number from 1.
+    """
+    text = environ.get(ENV_HISTORY_TURNS, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{ENV_HISTORY_TURNS}={text!r}: give a number of turns from 1")
+    return int(text)
 
 
 def as_json(config: LiveServeConfig) -> dict[str, object]:

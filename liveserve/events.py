@@ -48,6 +48,19 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
 
 
+class Prefetch(msgspec.Struct, array_like=True):
+    """KV that is to be on the GPU ``within_s`` from when the engine hears of it.
+
+    Attributes:
+        session_id: whose history; where ``token_ids`` are given, a name for the prefix.
+        token_ids: of a prompt's beginning; empty: the session's history.
+    """
+
+    session_id: str
+    within_s: float
+    token_ids: list[int] = []
+
+
 class Batch(msgspec.Struct, array_like=True):
     """Events for one engine.
 
@@ -58,6 +71,8 @@ class Batch(msgspec.Struct, array_like=True):
             replaces everything the engine knows, as of ``first_seq``.
         detail: ask for one row per request and session in the reply.
         switches: which mechanisms are on now; None: as before.
+        profile: note when requests get where (`liveserve.profile`), and say so in the replies.
+        prefetch: what will be needed soon, as somebody outside says.
     """
 
     boot_id: str
@@ -67,6 +82,44 @@ class Batch(msgspec.Struct, array_like=True):
     views: list[SessionView] | None = None
     detail: bool = False
     switches: Switches | None = None
+    profile: bool = False
+    prefetch: list[Prefetch] = []
+
+
+class StageMarks(msgspec.Struct, array_like=True):
+    """When a request first got somewhere in one engine; monotonic seconds, 0: not yet.
+
+    Attributes:
+        scheduled_s: it was given compute.
+        made_s: the step after which it had its first output was over.
+        sent_s: its first codec chunk left for the next stage.
+        loading_s, loaded_s: it began to wait for KV from DRAM, and it was there.
+        match_s: how long looking for its history took.
+    """
+
+    request_id: str
+    scheduled_s: float = 0.0
+    made_s: float = 0.0
+    sent_s: float = 0.0
+    loading_s: float = 0.0
+    loaded_s: float = 0.0
+    match_s: float = 0.0
+
+    def shifted(self, offset_s: float) -> StageMarks:
+        """The same on another clock. Durations and what did not happen stay."""
+
+        def moved(at_s: float) -> float:
+            return at_s + offset_s if at_s else 0.0
+
+        return StageMarks(
+            self.request_id,
+            scheduled_s=moved(self.scheduled_s),
+            made_s=moved(self.made_s),
+            sent_s=moved(self.sent_s),
+            loading_s=moved(self.loading_s),
+            loaded_s=moved(self.loaded_s),
+            match_s=self.match_s,
+        )
 
 
 class RequestRow(msgspec.Struct):
@@ -100,8 +153,106 @@ class SessionRow(msgspec.Struct):
     reply_gap_s: float
 
 
+class KvSessionRow(msgspec.Struct):
+    """KV of one session in one engine. Shared blocks count for each session that reads them.
+
+    Attributes:
+        needed: its history is read now, or will be at any moment.
+        next_use_in_s: seconds until it is expected to be; None: nothing is known.
+    """
+
+    session_id: str
+    gpu_blocks: int = 0
+    dram_blocks: int = 0
+    needed: bool = False
+    turns: int = 0
+    next_use_in_s: float | None = None
+    reply_gap_s: float | None = None
+
+
+class DramRow(msgspec.Struct):
+    """`liveserve.kvtier.report.TierReport`, without its sessions."""
+
+    policy: str = ""
+    slots: int = 0
+    used: int = 0
+    block_bytes: int = 0
+    hits: int = 0
+    preloaded: int = 0
+    stored: int = 0
+    store_failed: int = 0
+    refused: int = 0
+    loaded: int = 0
+    load_failed: int = 0
+    corrupt: int = 0
+    evicted: dict[str, int] = {}
+    regret: int = 0
+    regret_s: float = 0.0
+    loading: int = 0
+    storing: int = 0
+    reloads: int = 0
+    reload_p50_ms: float = 0.0
+    reload_p90_ms: float = 0.0
+    reload_max_ms: float = 0.0
+    errors: int = 0
+
+
+class PreloadRow(msgspec.Struct):
+    """`liveserve.kvtier.preload.PreloadTotals`, and sessions that are wanted and jobs that have not
+    ended by now."""
+
+    wanted: dict[str, int] = {}
+    admitted: int = 0
+    partial: int = 0
+    refused: dict[str, int] = {}
+    cancelled: dict[str, int] = {}
+    hits: int = 0
+    late: int = 0
+    short: int = 0
+    admitted_blocks: int = 0
+    loaded_blocks: int = 0
+    wasted_blocks: int = 0
+    now_wanted: int = 0
+    now_loading: int = 0
+
+
+class KvSnapshot(msgspec.Struct):
+    """An engine's prefix cache and the tier behind it. What is counted counts since the start.
+
+    Attributes:
+        policy: who is evicted from the GPU by now: "next-use", "t-lru", "log-only" or "lru".
+        configured: what it should be; it differs while switched off, and after a failure.
+        cached: contents that can be found, in use or free. ``free``: blocks that nobody uses.
+        evicted: blocks that lost their content to somebody else's, by ``policy/reason``.
+        prompt_tokens, hit_tokens: of requests that were admitted; hits of either tier.
+        regret: evicted from the GPU and there again within ``regret_s``.
+        watched, disagreed: of log-only: LRU's victims, and those that next use would have spared.
+        errors: failures of the policy, after each of which the host's order took over.
+    """
+
+    policy: str = ""
+    configured: str = ""
+    block_tokens: int = 0
+    cached: int = 0
+    free: int = 0
+    evicted: dict[str, int] = {}
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    regret: int = 0
+    regret_s: float = 0.0
+    watched: int = 0
+    disagreed: int = 0
+    errors: int = 0
+    signals_stale: bool = False
+    signals_stale_total: int = 0
+    sessions_known: int = 0
+    dram: DramRow | None = None
+    preload: PreloadRow | None = None
+
+
 class PressureSnapshot(msgspec.Struct):
-    """An engine's pressure (paper, Interaction plane). ``*_by_class`` is indexed U0, U1, U2."""
+    """An engine's pressure (paper, Interaction plane). ``*_by_class`` is indexed U0, U1, U2.
+    ``kv``: None where the engine keeps no prefix cache."""
 
     stage_id: int = -1
     stage: str = ""
@@ -127,6 +278,7 @@ class PressureSnapshot(msgspec.Struct):
     events_total: int = 0
     events_lost: int = 0
     errors_total: int = 0
+    kv: KvSnapshot | None = None
 
 
 class Reply(msgspec.Struct):
@@ -137,6 +289,8 @@ class Reply(msgspec.Struct):
     resync: bool = False
     requests: list[RequestRow] = msgspec.field(default_factory=list)
     views: list[SessionRow] = msgspec.field(default_factory=list)
+    kv_sessions: list[KvSessionRow] = msgspec.field(default_factory=list)
+    marks: list[StageMarks] = msgspec.field(default_factory=list)
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -6,18 +6,142 @@ the gauges. Names follow Prometheus' rules: base units, ``_total`` for counters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from liveserve.events import Event, PressureSnapshot
+from liveserve.events import Event, KvSnapshot, PressureSnapshot
+from liveserve.kvtier.policies import POLICIES
 from liveserve.monitor import EngineKey
 from liveserve.scheduler.urgency import Urgency
 from liveserve.scheduler.views import Phase, SessionView
 from liveserve.session import StageTotals, Totals
 
 _STAGE = ("stage", "replica")
+
+
+class _KvGauges:
+    """KV by tier ("gpu", "dram"). Engines restart with zero, so their totals are gauges too.
+
+    Blocks by session are in ``GET /liveserve/kv``: a label per session would never go away.
+    """
+
+    def __init__(self, gauge: Callable[[str, str, tuple[str, ...]], Gauge]) -> None:
+        tier = (*_STAGE, "tier")
+        self.blocks = gauge("kv_tier_blocks", "KV blocks that a tier has", tier)
+        self.used = gauge("kv_tier_blocks_used", "KV blocks of a tier that hold content", tier)
+        self.sessions = gauge("kv_known_sessions", "Sessions whose next use is estimated", _STAGE)
+        self.policy = gauge(
+            "kv_eviction_policy", "1 for the policy that evicts from a tier now", (*tier, "policy")
+        )
+        self.asked = gauge("kv_prompt_tokens", "Tokens of admitted prompts, so far", _STAGE)
+        self.hit = gauge("kv_hit_tokens", "Tokens of them found in a tier, so far", tier)
+        self.evicted = gauge(
+            "kv_evicted_blocks",
+            "KV blocks evicted from a tier, so far",
+            (*tier, "policy", "reason"),
+        )
+        self.regret = gauge(
+            "kv_regret_blocks", "KV blocks evicted and needed again soon, so far", tier
+        )
+        self.errors = gauge("kv_errors", "Failures in a tier, so far", tier)
+        self.copied = gauge(
+            "kv_copied_blocks",
+            "KV blocks copied between GPU and DRAM, by what became of it, so far",
+            (*_STAGE, "result"),
+        )
+        self.under_way = gauge(
+            "kv_copies_under_way", "KV blocks being copied now", (*_STAGE, "direction")
+        )
+        self.preloads = gauge(
+            "kv_preloads",
+            "Turns whose KV was in DRAM when their user spoke, by how their request found it "
+            "(hits, late, short), and looks that were refused and loads cancelled, so far",
+            (*_STAGE, "result"),
+        )
+        self.preloaded = gauge(
+            "kv_preload_blocks",
+            "KV blocks loaded ahead, and of those in vain, so far",
+            (*_STAGE, "result"),
+        )
+        self.reloads = gauge("kv_reloads", "Requests that waited for KV, so far", _STAGE)
+        self.reload = gauge(
+            "kv_reload_seconds", "How long the newest of them waited", (*_STAGE, "quantile")
+        )
+
+    def show(self, labels: tuple[str, str], snapshot: PressureSnapshot, kv: KvSnapshot) -> None:
+        self.sessions.labels(*labels).set(kv.sessions_known)
+        self.asked.labels(*labels).set(kv.prompt_tokens)
+        dram = kv.dram
+        from_dram = min(dram.hits * kv.block_tokens, kv.hit_tokens) if dram else 0
+        self._tier(
+            (*labels, "gpu"),
+            blocks=snapshot.kv_blocks_total,
+            used=kv.cached,
+            hit=kv.hit_tokens - from_dram,
+            regret=kv.regret,
+            errors=kv.errors,
+            evicted={tuple(name.split("/", 1)): count for name, count in kv.evicted.items()},
+        )
+        self._in_force((*labels, "gpu"), kv.policy)
+        if (ahead := kv.preload) is not None:
+            for result in ("admitted", "partial", "hits", "late", "short"):
+                self.preloads.labels(*labels, result).set(getattr(ahead, result))
+            self.preloads.labels(*labels, "refused").set(sum(ahead.refused.values()))
+            self.preloads.labels(*labels, "cancelled").set(sum(ahead.cancelled.values()))
+            self.preloaded.labels(*labels, "loaded").set(ahead.loaded_blocks)
+            self.preloaded.labels(*labels, "wasted").set(ahead.wasted_blocks)
+        if dram is None:
+            return
+        self._tier(
+            (*labels, "dram"),
+            blocks=dram.slots,
+            used=dram.used,
+            hit=from_dram,
+            regret=dram.regret,
+            errors=dram.errors,
+            evicted={(dram.policy, reason): count for reason, count in dram.evicted.items()},
+        )
+        self._in_force((*labels, "dram"), dram.policy)
+        for result in ("stored", "store_failed", "refused", "loaded", "load_failed", "corrupt"):
+            self.copied.labels(*labels, result).set(getattr(dram, result))
+        self.copied.labels(*labels, "preloaded").set(dram.preloaded)
+        self.under_way.labels(*labels, "load").set(dram.loading)
+        self.under_way.labels(*labels, "store").set(dram.storing)
+        self.reloads.labels(*labels).set(dram.reloads)
+        for quantile, ms in (
+            ("0.5", dram.reload_p50_ms),
+            ("0.9", dram.reload_p90_ms),
+            ("1", dram.reload_max_ms),
+        ):
+            self.reload.labels(*labels, quantile).set(ms / 1e3)
+
+    def _tier(
+        self,
+        labels: tuple[str, str, str],
+        *,
+        blocks: int,
+        used: int,
+        hit: int,
+        regret: int,
+        errors: int,
+        evicted: dict[tuple[str, ...], int],
+    ) -> None:
+        for gauge, value in (
+            (self.blocks, blocks),
+            (self.used, used),
+            (self.hit, hit),
+            (self.regret, regret),
+            (self.errors, errors),
+        ):
+            gauge.labels(*labels).set(value)
+        for why, count in evicted.items():
+            self.evicted.labels(*labels, *why).set(count)
+
+    def _in_force(self, labels: tuple[str, str, str], policy: str) -> None:
+        for name in POLICIES:
+            self.policy.labels(*labels, name).set(name == policy)
 
 
 class Metrics:
@@ -74,6 +198,7 @@ class Metrics:
         self.stale = self._gauge("views_stale", "1 while an engine's views are unreliable", _STAGE)
         self.lost = self._gauge("events_lost", "Events an engine missed so far", _STAGE)
         self.errors = self._gauge("errors", "Exceptions LiveServe caught in an engine", _STAGE)
+        self.kv = _KvGauges(self._gauge)
         self.exchange = self._get(
             Histogram,
             "exchange_seconds",
@@ -109,6 +234,8 @@ class Metrics:
             (self.errors, snapshot.errors_total),
         ):
             gauge.labels(*labels).set(value)
+        if snapshot.kv is not None:
+            self.kv.show(labels, snapshot, snapshot.kv)
 
     def sessions(self, views: Iterable[SessionView], totals: Totals, now_s: float) -> None:
         """Show the sessions by phase and the audio totals."""

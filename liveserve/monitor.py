@@ -19,6 +19,7 @@ from liveserve.events import (
     COALESCED,
     Batch,
     Event,
+    Prefetch,
     Reply,
     boot_id,
     decode_reply,
@@ -28,6 +29,8 @@ from liveserve.session import SessionTable
 
 logger = logging.getLogger("vllm.liveserve")
 
+# That wait for a busy engine; more are refused.
+MAX_PREFETCHES = 16
 # (stage id, replica id) of an engine.
 EngineKey = tuple[int, int]
 Send = Callable[[bytes], Awaitable[bytes]]
@@ -57,6 +60,7 @@ class StageLink:
     reply: Reply | None = None
     replied_at_s: float = float("-inf")
     tried_at_s: float = float("-inf")
+    prefetch: list[Prefetch] = field(default_factory=list)
     stats: LinkStats = field(default_factory=LinkStats)
     _slots: dict[tuple[int, str, str], int] = field(default_factory=dict)
 
@@ -96,7 +100,8 @@ class StageLink:
             self.stats.resyncs += 1
         self.outbox = []
         self._slots.clear()
-        batch = Batch(boot, now_s, self.next_seq, events, views, detail)
+        batch = Batch(boot, now_s, self.next_seq, events, views, detail, prefetch=self.prefetch)
+        self.prefetch = []
         self.next_seq += len(events)
         return batch
 
@@ -127,6 +132,7 @@ class Monitor:
         self._clock = clock
         self._boot = boot_id()
         self.switches = config.switches
+        self.profiles: Callable[[], bool] = lambda: False  # whether engines are to
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -139,9 +145,23 @@ class Monitor:
     def flip(self, switches: Switches) -> None:
         """Tell every engine which mechanisms are on from now."""
         self.switches = switches
+        self.poke()
+
+    def poke(self) -> None:
+        """Let every engine hear from us now."""
         for link in self.links.values():
             link.tried_at_s = float("-inf")
         self._wake.set()
+
+    def prefetch(self, asked: Prefetch) -> bool:
+        """Tell every engine. Returns whether: not while too much of it waits to be told."""
+        self._refresh_links()
+        if any(len(link.prefetch) >= MAX_PREFETCHES for link in self.links.values()):
+            return False
+        for link in self.links.values():
+            link.prefetch.append(asked)
+        self.poke()
+        return bool(self.links)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Flush and ask for pressure until ``stop`` is set. Never raises but on cancellation."""
@@ -191,7 +211,7 @@ class Monitor:
         started_s = link.tried_at_s = self._clock()
         try:
             batch = link.batch(self._table, self._boot, started_s, detail)
-            batch.switches = self.switches
+            batch.switches, batch.profile = self.switches, self.profiles()
             payload = encode(batch)
             raw = await asyncio.wait_for(link.send(payload), self._config.exchange_timeout_s)
             reply = decode_reply(raw)

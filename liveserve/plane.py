@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from liveserve import gc_guard
 from liveserve.config import LiveServeConfig, change_switches
-from liveserve.events import Event, EventKind, Reply, to_builtins
+from liveserve.events import Event, EventKind, Prefetch, Reply, to_builtins
 from liveserve.metrics import Metrics
 from liveserve.monitor import EngineKey, Monitor, Send
+from liveserve.profile import TurnProfiler, as_json
 from liveserve.runtime import session_row
 from liveserve.session import SessionTracker
 
@@ -44,7 +45,9 @@ class InteractionPlane:
         self.config = config
         self.metrics = Metrics()
         self.tracker = SessionTracker(config, self._publish)
+        self.profiler = TurnProfiler(self.now_s)
         self.monitor = Monitor(config, self.tracker.table, engines, self._on_reply)
+        self.monitor.profiles = lambda: self.profiler.on
         self._errors = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gc: gc_guard.GcGuard | None = None
@@ -81,6 +84,7 @@ class InteractionPlane:
 
     def _publish(self, event: Event) -> None:
         self.metrics.event(event)
+        self.profiler.heard(event)
         if self._gc is not None and event.kind is EventKind.RESPONSE_DONE:
             self._gc.answered()
         if self.config.monitor:
@@ -88,6 +92,8 @@ class InteractionPlane:
 
     def _on_reply(self, key: EngineKey, reply: Reply, took_s: float) -> None:
         self.metrics.reply(key, reply.snapshot, took_s)
+        if reply.marks:
+            self.profiler.marked(reply.snapshot.stage, reply.marks)
         now_s = self.now_s()
         self.tracker.expire_turns(now_s)
         self.metrics.sessions(self.tracker.table, self.tracker.totals, now_s)
@@ -134,6 +140,34 @@ class InteractionPlane:
             )
         return {"engines": engines}
 
+    async def kv(self, *, timeout_s: float) -> dict[str, object]:
+        """Every engine's KV: totals by tier and sessions with blocks, asked for now."""
+        if not self.config.monitor:
+            return {"engines": [], "monitor": "off"}
+        fresh = await self.monitor.query(timeout_s)
+        return {"engines": [kv_report(*key, reply) for key, reply in sorted(fresh.items())]}
+
+    async def prefetch(self, asked: Prefetch) -> None:
+        """Let the engines load what ``asked`` names, as far as there is time and room.
+
+        Raises:
+            KeyError: there is no such session.
+            BufferError: too much of it waits for a busy engine already, or there is no engine.
+        """
+        if not asked.token_ids and self.tracker.table.get(asked.session_id) is None:
+            raise KeyError(asked.session_id)
+        if not self.monitor.prefetch(asked):
+            raise BufferError
+
+    async def profile(self, *, seconds: float, after: int) -> dict[str, object]:
+        """Note for ``seconds`` more where turns spend their time; turns above number ``after``."""
+        was_on = self.profiler.on
+        self.profiler.ask(seconds)
+        if not was_on:
+            self.monitor.poke()
+        turns = [as_json(turn) for turn in self.profiler.turns(after)]
+        return {"turns": turns, "newest": self.profiler.newest}
+
     async def switches(self, changes: bytes | None = None) -> dict[str, object]:
         """Which mechanisms are on; ``changes``, a JSON object of switches, flips some of them.
 
@@ -156,3 +190,21 @@ def engine_report(
     if detail:
         report |= {"requests": to_builtins(reply.requests), "views": to_builtins(reply.views)}
     return report
+
+
+def kv_report(stage_id: int, replica_id: int, reply: Reply | None) -> dict[str, object]:
+    """One engine's KV as a JSON object; ``kv`` is null where no KV outlives its request."""
+    report: dict[str, object] = {"stage_id": stage_id, "replica_id": replica_id}
+    if reply is None:
+        return report | {"answered": False}
+    snapshot = reply.snapshot
+    return report | {
+        "answered": True,
+        "stage": snapshot.stage,
+        "blocks": snapshot.kv_blocks_total,
+        "blocks_used": snapshot.kv_blocks_used,
+        "block_bytes": snapshot.kv_block_bytes,
+        "unheard_blocks_total": snapshot.unheard_blocks_total,
+        "kv": to_builtins(snapshot.kv),
+        "sessions": to_builtins(reply.kv_sessions),
+    }

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from liveserve.events import (
     Batch,
     Event,
     EventKind,
+    KvSnapshot,
     PressureSnapshot,
     Reply,
     RequestRow,
@@ -30,12 +31,18 @@ from liveserve.events import (
     decode_batch,
     encode,
 )
+from liveserve.kv_signals import KvStage
+from liveserve.profile import StageProfile
 from liveserve.ring import EventRing
-from liveserve.scheduler.chunking import ChunkTimes
+from liveserve.scheduler.chunking import ChunkPolicy, ChunkTimes
+from liveserve.scheduler.pacing import may_hold
 from liveserve.scheduler.plan import Budgets, Candidate, Plan, plan
 from liveserve.scheduler.urgency import Rank, Urgency, rank
 from liveserve.scheduler.views import Phase, SessionView
 from liveserve.session import SessionTable
+
+if TYPE_CHECKING:
+    from liveserve.kv_preload import KvPreload
 
 logger = logging.getLogger("vllm.liveserve")
 
@@ -149,12 +156,16 @@ class StageRuntime:
         # made (codec frames that wait to travel together). Set by the chunking seam.
         self.sent_s: dict[str, float] = {}
         self.chunk_times = ChunkTimes()
+        self.profile = StageProfile(clock)
         # Told of every event before it changes its session's view (`liveserve.host.unheard`).
-        self.on_event: Callable[[Event], None] | None = None
+        self.on_event: list[Callable[[Event], None]] = []
+        # KV beyond the request; None where nothing outlives it. Set by `liveserve.host.block_pool`.
+        self.kv: KvStage | None = None
         # Sleeps for that many seconds or until the engine has a message. Set by the engine's seam.
         self.wait_for_message: Callable[[float], None] | None = None
         self.unheard_blocks = 0
         self._chunk_time_s: float | None = None
+        self._chunk_frames = config.chunks.largest  # frames for which a held request is let go on
         self._set_policy()
         self._waiting: tuple[bool, bool] | None = None  # see `_waits`; None: ask the views
         self._queues = queues
@@ -238,9 +249,11 @@ class StageRuntime:
         safe_s = policy.p_safe_s + self.config.generation_step_s
         return known.rank.buffer_s >= safe_s and waited_s < policy.age_limit_s
 
-    def scheduled(self, request_ids: Iterable[str]) -> None:
+    def scheduled(self, request_ids: Collection[str]) -> None:
         """The host scheduled these requests in this round."""
         now_s = self._clock()
+        if self.profile.on:
+            self.profile.scheduled(request_ids)
         for request_id in request_ids:
             known = self._known.get(request_id)
             if known is not None:
@@ -260,6 +273,20 @@ class StageRuntime:
         self._steps += 1
         self._tokens += tokens
 
+    def sized(self, policy: ChunkPolicy) -> ChunkPolicy:
+        """``policy`` with chunks no larger than is worth while where what is far ahead is held and
+        users interrupt.
+        """
+        if self.policy.pace and self.info.token_s and may_hold(False, self.barge_in_rate):
+            frames = self.chunk_times.enough(policy, self.info.token_s)
+            policy = msgspec.structs.replace(policy, largest=frames)
+        self._chunk_frames = policy.largest
+        return policy
+
+    def waiting(self) -> Iterable[RequestLike]:
+        """Requests that wait and could run."""
+        return (r for r in self._queues.waiting() if self._queues.can_run(r))
+
     def now_s(self) -> float:
         return self._clock()
 
@@ -276,15 +303,20 @@ class StageRuntime:
             self.ring.stale = True
             detail = False
         self.round()
-        reply = Reply(self.snapshot(), self.ring.next_seq, resync=self.ring.stale)
+        reply = Reply(self.snapshot(fresh=detail), self.ring.next_seq, resync=self.ring.stale)
+        if self.profile.on:
+            reply.marks = self.profile.take(self._offset_s or 0.0)
         if detail:
             try:
                 reply.requests, reply.views = self._request_rows(), self._session_rows()
+                if self.kv is not None:
+                    reply.kv_sessions = self.kv.session_rows(MAX_ROWS)
             except Exception:
                 self._failed("detail")
         return encode(reply)
 
-    def snapshot(self) -> PressureSnapshot:
+    def snapshot(self, *, fresh: bool = True) -> PressureSnapshot:
+        """The engine's pressure now; not ``fresh``: its KV totals may be a moment old."""
         now_s = self._clock()
         mark_s, mark_tokens = self._rate_mark
         if now_s - mark_s >= 1.0:
@@ -315,6 +347,7 @@ class StageRuntime:
             events_total=self.ring.total,
             events_lost=self.ring.lost,
             errors_total=self.errors,
+            kv=self._kv_snapshot(fresh=fresh),
         )
 
     # ---- inside ----------------------------------------------------------------------------
@@ -328,11 +361,14 @@ class StageRuntime:
         if switches != self.switches:
             self.switches = switches
             self._set_policy()
+            if self.kv is not None:
+                self.kv.gpu.switch(switches.kv_evict)
             logger.info("LiveServe: stage %s switches to %s", self.info.name, switches)
 
     def _receive(self, batch: Batch) -> None:
         if batch.switches is not None:
             self.flip(batch.switches)
+        self.profile.switch(batch.profile)
         offset_s = 0.0
         if not self._boot or batch.boot_id != self._boot:
             # Another machine's clock: the smallest difference seen is the one with least delay.
@@ -344,6 +380,9 @@ class StageRuntime:
                 view.shift(offset_s)
             self.ring.resync(batch.first_seq)
             self.table.load(batch.views)
+            if self.kv is not None:
+                self.kv.signals.load(self.table, self._clock())
+                self.preload(lambda preload: preload.load(self.table, self._clock()))
             self._waiting = None
         events = batch.events
         if offset_s:
@@ -359,18 +398,23 @@ class StageRuntime:
                 for event in events
             ]
         self.ring.push(batch.first_seq, events)
+        for asked in batch.prefetch:
+            self.preload(lambda preload, asked=asked: preload.prefetch(asked, self._clock()))  # type: ignore[misc]
 
     def _round(self, now_s: float) -> None:
+        if self.kv is not None:
+            self.kv.signals.trust(not self.ring.stale)
         for event in self.ring.drain():
-            if self.on_event is not None:
-                self.on_event(event)
-            self.table.apply(event)
+            for listener in self.on_event:
+                listener(event)
+            self._tell_kv(event, self.table.apply(event))
             self._waiting = None
             interrupted = event.kind is EventKind.BARGE_IN
             if interrupted or (
                 event.kind is EventKind.RESPONSE_DONE and event.detail == "completed"
             ):
                 self.barge_in_rate += _BARGE_IN_WEIGHT * (interrupted - self.barge_in_rate)
+        self.preload(lambda preload: preload.step(now_s))
         queues, view_of, p_safe_s = self._queues, self.table.get, self.policy.p_safe_s
         can_run, known_before = queues.can_run, self._known.get
         # Where a token has no length (thinker, code2wav) only what the listener has counts: text
@@ -440,12 +484,41 @@ class StageRuntime:
         """Let the bounds of holds follow the measured chunk time, in steps of a tenth."""
         if not self.sent_s or not self.switches.chunking:
             return
-        chunks = self.config.chunks
-        time_s = self.chunk_times.lead_s(chunks.useful, chunks)
+        time_s = self.chunk_times.lead_s(self._chunk_frames, self.config.chunks)
         known_s = self._chunk_time_s
         if known_s is None or abs(time_s - known_s) > 0.1 * known_s:
             self._chunk_time_s = time_s
             self._set_policy()
+
+    def preload(self, act: Callable[[KvPreload], object]) -> None:
+        """``act`` on what decides on preloads, if there is any; after a failure there is none."""
+        preload = self.kv.preload if self.kv is not None else None
+        if preload is None:
+            return
+        try:
+            act(preload)
+        except Exception:
+            self._failed("preload")
+            assert self.kv is not None
+            self.kv.preload = None
+
+    def _tell_kv(self, event: Event, view: SessionView | None) -> None:
+        if self.kv is None:
+            return
+        try:
+            self.kv.signals.happened(event, view)
+            if not self.kv.signals.stale:
+                self.preload(lambda preload: preload.happened(event, view))
+        except Exception:
+            self._failed("KV signals")
+            self.kv.signals.trust(False)  # until the next set of views
+
+    def _kv_snapshot(self, *, fresh: bool) -> KvSnapshot | None:
+        try:
+            return self.kv.snapshot(fresh=fresh) if self.kv is not None else None
+        except Exception:
+            self._failed("KV snapshot")
+            return None
 
     def _set_policy(self) -> None:
         name, switches, time_s = self.info.name, self.switches, self._chunk_time_s

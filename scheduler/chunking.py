@@ -29,16 +29,18 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
         smallest: the second chunk is not smaller. What the first one lasts is all the time for it.
         small: later ones are not smaller, but the last; the vocoder repeats its left context for
             each, so small chunks cost more than they help.
-        useful: a paced request is let go on in time to make this many before the buffer is thin.
         largest: no chunk is larger: the vocoder's efficient size.
+        deliveries: where chunks that users will interrupt are smaller than that, to have less to
+            waste, they last at least this many times as long as a delivery takes: the vocoder
+            repeats its left context for each, and must not be the busier for it.
         margin_s: wall seconds by which a chunk comes before it must.
     """
 
     first: int = 4
     smallest: int = 6
     small: int = 10
-    useful: int = 25
     largest: int = 25
+    deliveries: float = 8.0
     margin_s: float = 0.3
 
 
@@ -65,6 +67,11 @@ class ChunkTimes:
     def lead_s(self, frames: int, policy: ChunkPolicy) -> float:
         """Wall seconds from making the first of ``frames`` frames until the client has them."""
         return frames * self.frame_s + self.deliver_s + policy.margin_s
+
+    def enough(self, policy: ChunkPolicy, frame_audio_s: float) -> int:
+        """Frames of the smallest chunk that lasts as long as ``policy.deliveries`` asks for."""
+        frames = math.ceil(policy.deliveries * self.deliver_s / frame_audio_s)
+        return min(policy.largest, max(policy.small, frames))
 
 
 class ChunkProgress:

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 SPEECH = Path(__file__).resolve().parents[1] / "bench" / "assets"
+MODEL = Path(__file__).resolve().parents[1] / ".cache" / "tiny-model"
 SAMPLE_RATE_HZ = 16_000
 SILENCE = b"\0" * (2 * SAMPLE_RATE_HZ)  # one second
 
@@ -130,8 +131,22 @@ async def connect(url: str, *, close: bool = True, **session: Any) -> AsyncItera
                 duplex.reader.cancel()
 
 
+async def warm_up(url: str) -> None:
+    """The first answer of a server is slow: nothing is measured on it."""
+    async with connect(url) as session:
+        await session.answer(tokens=4)
+        await session.wait("response.done")
+
+
 async def get(url: str, path: str, **params: Any) -> Any:
     """JSON of a GET."""
     async with aiohttp.ClientSession() as http, http.get(url + path, params=params) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def post(url: str, path: str, **params: Any) -> Any:
+    """JSON of a POST without a body."""
+    async with aiohttp.ClientSession() as http, http.post(url + path, params=params) as response:
         assert response.status == 200, await response.text()
         return await response.json()

@@ -62,6 +62,18 @@ def test_ratios_with_a_case_of_their_own_go_without_its_name():
     assert _verdict("ttfp_p90_speedup barge-in", 1.0) == ""
 
 
+def test_loss_at_low_load_is_that_of_the_metric_with_the_worst_median():
+    ours = [(1.2, 0.9), (0.9, 1.0), (1.0, 1.0)]  # TTFP P50 swings by the noise, throughput loses
+    runs = [made(STOCK, pair, "light") for pair in range(3)]
+    runs += [
+        made("liveserve", pair, "light", ttfp_p50_s=p50, completed_turns_per_s=0.98 * rate)
+        for pair, (p50, rate) in enumerate(ours)
+    ]
+    loss = compare(runs, ["liveserve"])["lowload_worst_regression"]
+    assert loss["value"] == pytest.approx(0.02)
+    assert (loss["low"], loss["high"]) == pytest.approx((0.02, 0.118))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_valid_and_both_servers_get_the_same_users(name):
     preset = PRESETS[name]

@@ -97,3 +97,13 @@ def test_every_frame_leaves_once_and_bounds_hold(steps, smallest, extra):
     assert sent + progress.pending == len(steps)
     assert progress.times.deliver_s >= 0
     assert progress.times.frame_s >= 0
+
+
+def test_chunks_that_may_be_interrupted_last_as_long_as_deliveries_ask():
+    times = ChunkTimes()
+    sizes = []
+    for deliver_s in (0.01, 0.15, 0.2, 5.0):
+        times.deliver_s = deliver_s
+        sizes.append(times.enough(POLICY, FRAME_AUDIO_S))
+    # 8 deliveries in frames of 0.08 s, between `small` and `largest`
+    assert sizes == [10, 15, 20, 25]

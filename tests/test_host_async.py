@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -65,6 +66,9 @@ class Worker:
             tokens = self._tokens[name]
             drafts = output.scheduled_spec_decode_tokens.get(name, [])
             end = done[name] + count - len(drafts)
+            if drafts and drafts[0] < 0:  # asynchronously only a worker knows them, for one step
+                assert name in self._last, f"{name}: its drafts are lost"
+                drafts, end = self.drafts[name], len(tokens)
             assert end <= len(tokens), f"{name}: {end} tokens scheduled, {len(tokens)} are known"
             sampled.append([])
             for draft in [*drafts, None] if end == len(tokens) else []:
@@ -82,10 +86,12 @@ def next_token(context: list[int]) -> int:
     return hash(tuple(context)) % tiny_text.VOCABULARY
 
 
-def expected(ids: list[int], count: int) -> list[int]:
+def expected(ids: list[int], count: int, stops: Collection[int] = ()) -> list[int]:
     tokens = list(ids)
     for _ in range(count):
         tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
     return tokens[len(ids) :]
 
 
@@ -98,8 +104,10 @@ class Engine:
         self.under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.tokens: dict[str, list[int]] = {}
 
-    def add(self, name: str, ids: list[int], count: int) -> Request:
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    def add(self, name: str, ids: list[int], count: int, stops: Collection[int] = ()) -> Request:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=count, ignore_eos=True, stop_token_ids=list(stops)
+        )
         hasher = get_request_block_hasher(BLOCK, sha256)
         request = Request(name, list(ids), sampling, None, block_hasher=hasher)
         self.scheduler.add_request(request)
@@ -117,7 +125,7 @@ class Engine:
 
     def _update(self) -> None:
         made = self.scheduler.update_from_output(*self.under_way.popleft())
-        if self.scheduler.num_spec_tokens:
+        if self.scheduler.num_spec_tokens and self.depth == 1:
             drafts = self.worker.drafts
             self.scheduler.update_draft_token_ids(DraftTokenIds([*drafts], [*drafts.values()]))
         for core_outputs in made.values():
@@ -139,12 +147,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make(folder, monkeypatch):
-    """Makes an engine of plain vLLM with our scheduler."""
+    """Makes an engine with our scheduler, plain vLLM's or another by its name."""
     init_none_hash(sha256)
     monkeypatch.setenv("LIVESERVE", "on")
     monkeypatch.setenv("LIVESERVE_CONFIG", json.dumps({"stages": {"llm": {"pace": True}}}))
 
-    def engine(asynchronous: bool, v2: bool, *, blocks: int = 100, spec: int = 0) -> Engine:
+    def engine(
+        asynchronous: bool,
+        v2: bool,
+        *,
+        blocks: int = 100,
+        spec: int = 0,
+        scheduler_cls: str = tiny_text.OURS,
+    ) -> Engine:
         config = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -153,7 +168,7 @@ def make(folder, monkeypatch):
             max_num_seqs=4,
             max_num_batched_tokens=128,
             block_size=BLOCK,
-            scheduler_cls=tiny_text.OURS,
+            scheduler_cls=scheduler_cls,
         ).create_engine_config()
         # A CPU platform has neither asynchronous scheduling nor the V2 runner; a scheduler does as
         # it is told.
@@ -318,3 +333,142 @@ def test_drafts_that_only_a_worker_knows_are_not_held(make, caplog):
     runtime.flip(Switches())
     assert not runtime.policy.pace
     assert make(False, False, spec=2).scheduler.liveserve.policy.pace
+
+
+# ---- KV reserved ahead: vLLM-Omni's autoregressive scheduler -----------------------------------
+
+OMNI = "liveserve.host.ar.LiveARScheduler"
+# 16 blocks hold the longest context; the six requests may come to take 47.
+POOL = 17
+# Answers end early; asynchronously one step is under way by then.
+STOPS = range(0, tiny_text.VOCABULARY, 50)
+
+
+class Crowd:
+    """All requests at once in a pool for a third of them.
+
+    Attributes:
+        gated: steps in which some could not grow.
+        most: requests in one step, at most.
+    """
+
+    def __init__(
+        self, engine: Engine, stops: Collection[int] = (), lengths: Sequence[int] = LENGTHS
+    ) -> None:
+        self.engine, self.stops, self.lengths = engine, stops, lengths
+        self.gated = self.most = 0
+        self.requests = [
+            engine.add(str(index), tiny_text.prompt(index, length), 60, stops)
+            for index, length in enumerate(lengths)
+        ]
+
+    def run_out(self, *, aborts: int = 0) -> None:
+        """Until all are done. ``aborts``: so many running requests are aborted on the way."""
+        for step in range(5000):
+            scheduler = self.engine.scheduler
+            if not (scheduler.has_requests() or self.engine.under_way):
+                return
+            output = self.engine.step()
+            self.gated += bool(scheduler._liveserve_gated)
+            self.most = max(self.most, len(output.num_scheduled_tokens) if output else 0)
+            if aborts and step % 10 == 9 and scheduler.running:
+                aborts -= 1
+                name = scheduler.running[0].request_id
+                scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        raise AssertionError("requests never end")
+
+    @property
+    def preemptions(self) -> int:
+        return sum(request.num_preemptions for request in self.requests)
+
+    def check(self) -> None:
+        """All that was asked for came, and no block is missing."""
+        for index, length in enumerate(self.lengths):
+            answer = expected(tiny_text.prompt(index, length), 60, self.stops)
+            made = self.engine.tokens.get(str(index), [])
+            aborted = self.requests[index].status is RequestStatus.FINISHED_ABORTED
+            assert made == (answer[: len(made)] if aborted else answer)
+        pool = self.engine.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == POOL - 1
+        assert self.engine.scheduler.liveserve.errors == 0
+
+
+@pytest.mark.parametrize(("asynchronous", "v2"), KINDS, ids=IDS)
+@pytest.mark.parametrize("stops", [(), STOPS], ids=["full", "stopping"])
+@pytest.mark.parametrize("share", [1.0, 0.0], ids=["worst-case", "wrong-guess"])
+def test_reserved_nobody_is_preempted(make, asynchronous, v2, stops, share):
+    engine = make(asynchronous, v2, blocks=POOL, scheduler_cls=OMNI)
+    held = tiny_text.shuffle_plans(engine.scheduler)
+    engine.scheduler._liveserve_accounts.lengths.share = share
+    crowd = Crowd(engine, stops)
+    crowd.run_out()
+    crowd.check()
+    assert crowd.preemptions == 0
+    assert sum(held) > 50
+    # A guess that all will be short lets in as many as may run, and then some cannot grow.
+    assert crowd.most == (4 if share == 0.0 else 2)
+    assert (crowd.gated > 0) is (share == 0.0 and not stops)
+
+
+@pytest.mark.parametrize(("asynchronous", "v2"), KINDS, ids=IDS)
+def test_reserved_blocks_come_back_from_aborts(make, asynchronous, v2):
+    engine = make(asynchronous, v2, blocks=POOL, scheduler_cls=OMNI)
+    engine.scheduler._liveserve_accounts.lengths.share = 0.0
+    crowd = Crowd(engine)
+    crowd.run_out(aborts=3)
+    statuses = [request.status for request in crowd.requests]
+    assert statuses.count(RequestStatus.FINISHED_ABORTED) == 3
+    assert statuses.count(RequestStatus.FINISHED_LENGTH_CAPPED) == 3
+    crowd.check()
+    assert crowd.preemptions == 0
+
+
+def test_reserved_drafts_count_and_are_never_held(make):
+    """A step may end behind the last token by the drafts of two, here in a block of its own."""
+    engine = make(True, False, blocks=POOL, spec=2, scheduler_cls=OMNI)
+    engine.scheduler._liveserve_accounts.lengths.share = 0.0
+    crowd = Crowd(engine, lengths=(36, 100, 4, 68, 116, 52))
+    crowd.run_out()
+    crowd.check()
+    assert crowd.preemptions == 0
+    assert crowd.gated == 0
+    assert crowd.most > 1
+
+
+@pytest.mark.parametrize(("asynchronous", "v2"), KINDS, ids=IDS)
+def test_not_reserved_the_host_preempts(make, asynchronous, v2):
+    engine = make(asynchronous, v2, blocks=POOL, scheduler_cls=OMNI)
+    engine.scheduler.liveserve.flip(Switches(reserve=False))
+    crowd = Crowd(engine)
+    crowd.run_out()
+    crowd.check()
+    assert crowd.preemptions > 0
+
+
+class Chunks:
+    """The host's chunk adapter on a stage that receives and has all of it: counts its rounds."""
+
+    receives_chunks = True
+    model_mode = "ar"
+    _pending_load_reqs = replaced_streaming_prompt_ids = ()
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def process_pending_chunks(self, *queues: Any, scheduler_requests: Any) -> None:
+        self.rounds += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: {}  # of all other calls: nothing has happened
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_inputs_are_looked_for_ahead_only_synchronously(make, asynchronous):
+    engine = make(asynchronous, False, blocks=POOL, scheduler_cls=OMNI)
+    engine.scheduler.chunk_transfer_adapter = adapter = Chunks()
+    assert engine.scheduler.liveserve.switches.lookahead
+    engine.add("a", tiny_text.prompt(1, 20), 40)
+    engine.step()
+    assert adapter.rounds == (1 if asynchronous else 2)
+    engine.run_out()
+    assert engine.tokens["a"] == expected(tiny_text.prompt(1, 20), 40)

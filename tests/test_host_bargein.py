@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +14,11 @@ from liveserve.bench.launch import running_server
 from liveserve.host.cpu.deploy import deploy_path
 from liveserve.host.cpu.record import RECORD_ENV
 
-from duplex import SAMPLE_RATE_HZ, SILENCE, Duplex, connect, get, speech
+from duplex import MODEL, SAMPLE_RATE_HZ, SILENCE, Duplex, connect, get, speech, warm_up
 
 pytestmark = pytest.mark.host
 
 STAGES = ["thinker", "talker", "code2wav"]
-MODEL = Path(__file__).resolve().parents[1] / ".cache" / "tiny-model"
 BLIP = speech("wait")[: 2 * SAMPLE_RATE_HZ * 15 // 100]  # 150 ms: the VAD's start, not a word
 FRAME_S = 0.08
 
@@ -35,12 +33,6 @@ def server(tmp_path_factory):
     with running_server(MODEL, folder / "server.log", flags=flags, env=env) as running:
         asyncio.run(warm_up(running.url))
         yield running
-
-
-async def warm_up(url: str) -> None:
-    async with connect(url) as session:
-        await session.answer(tokens=4)
-        await session.wait("response.done")
 
 
 async def totals(url: str) -> dict:

@@ -17,14 +17,14 @@ from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import running_server
 from liveserve.host.cpu.deploy import deploy_path
 from liveserve.host.cpu.record import RECORD_ENV
+from liveserve.profile import TO_AUDIO, TO_TEXT
 
-from duplex import SILENCE, Duplex, connect, get, speech
+from duplex import MODEL, SILENCE, Duplex, connect, get, post, speech, warm_up
 
 pytestmark = pytest.mark.host
 
 MAX_SESSIONS = 3
 STAGES = ["thinker", "talker", "code2wav"]
-MODEL = Path(__file__).resolve().parents[1] / ".cache" / "tiny-model"
 
 
 def deploy_file(folder: Path) -> Path:
@@ -45,13 +45,6 @@ def server(tmp_path_factory):
     with running_server(MODEL, folder / "server.log", flags=flags, env=env) as running:
         asyncio.run(warm_up(running.url))
         yield running
-
-
-async def warm_up(url: str) -> None:
-    """The first answer of a server is slow: nothing is measured on it."""
-    async with connect(url) as session:
-        await session.answer(tokens=4)
-        await session.wait("response.done")
 
 
 async def engines(url: str) -> dict[str, dict]:
@@ -96,6 +89,42 @@ async def test_every_stage_runs_our_scheduler_and_answers(server):
         assert not engine["snapshot"]["stale"]
         assert engine["snapshot"]["steps_total"] > 0
         assert engine["snapshot"]["errors_total"] == 0
+
+
+async def test_the_parts_of_a_turn_add_up_to_what_the_client_sees(server):
+    """Split by marks of four processes, summed, and compared with the client's own clock."""
+    async with connect(server.url) as session:
+        for _ in range(3):
+            await post(server.url, "/liveserve/profile", seconds=60)
+            mark = session.mark
+            await session.send("session.update", session={"max_output_tokens": 12})
+            saying = asyncio.ensure_future(session.say(speech()))
+            seen_s = {}
+            for kind in ("input_audio_buffer.speech_stopped", "response.output_audio.delta"):
+                await session.wait(kind, after=mark)
+                seen_s[kind] = time.monotonic()
+            await saying
+            await session.wait("response.done", after=mark)
+            await asyncio.sleep(0.2)
+    stopped_s, heard_s = seen_s.values()
+
+    async def all_turns():
+        report = await post(server.url, "/liveserve/profile", seconds=60)
+        mine = [turn for turn in report["turns"] if turn["session_id"] == session.session_id]
+        return mine if len(mine) == 3 else None
+
+    turns = await eventually(all_turns)
+    assert turns
+    for turn in turns:
+        parts = turn["parts"]
+        assert set(parts) == {*TO_AUDIO, *TO_TEXT}, turn
+        assert min(parts.values()) > -0.001, turn
+        for whole, names in (("to_audio_s", TO_AUDIO), ("to_text_s", TO_TEXT)):
+            assert sum(parts[name] for name in names) == pytest.approx(turn[whole], abs=0.002)
+    print({name: f"{1e3 * value:.0f} ms" for name, value in parts.items()})
+    assert turns[-1]["speech_end_s"] == pytest.approx(stopped_s, abs=0.05)
+    assert turns[-1]["audio_s"] == pytest.approx(heard_s, abs=0.05)
+    assert turns[-1]["to_audio_s"] == pytest.approx(heard_s - stopped_s, abs=0.05)
 
 
 async def test_an_ack_reaches_every_engine_within_100_ms(server):

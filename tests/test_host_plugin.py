@@ -62,6 +62,11 @@ async def chat_is_seen(url: str) -> None:
         assert [v["session_id"] for v in engine["views"]] == [
             row["session_id"] for row in sessions["sessions"]
         ]
+    kv = (await get(url, "/liveserve/kv", timeout_s=10))["engines"]
+    # Prefix caching is off in this deployment: no KV outlives its request.
+    assert [(e["stage"], e["kv"]) for e in kv] == [
+        ("thinker", None), ("talker", None), ("code2wav", None)
+    ]  # fmt: skip
 
 
 def plain(folder: Path) -> dict[str, Any]:

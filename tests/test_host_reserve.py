@@ -4,193 +4,216 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
-import os
-import subprocess
-import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import tiny_text
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import running_server
-from liveserve.host.cpu import adapt
 from liveserve.host.cpu.deploy import deploy_path
 from liveserve.host.cpu.record import RECORD_ENV
+
+from duplex import MODEL
 
 pytestmark = pytest.mark.host
 
 # Plain vLLM in one process, step by step; the rules for omni stages run in it too, where stock
-# preempts safely and so says what the tokens should be. Findings come back as JSON.
-PROGRAM = """
-import sys, vllm, torch, json  # vllm first: it makes torchvision importable on a CPU build of torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from vllm import LLM, SamplingParams
-from vllm.v1.request import RequestStatus
-import liveserve.host.reserve as reserve
-from liveserve.events import Batch, Event, EventKind, encode
-from liveserve.host.plain import LiveScheduler
-from liveserve.host.scheduler_mixin import LiveSteps
-import dataclasses, time
-
-folder = sys.argv[1]
-torch.manual_seed(0)
-Qwen3ForCausalLM(Qwen3Config(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
-)).save_pretrained(folder)
+# preempts safely and so says what the tokens should be.
 LENGTHS = (30, 90, 5, 60, 120, 44)
 PROMPTS = [[3 + (7 * i + j) % 500 for j in range(n)] for i, n in enumerate(LENGTHS)]
 LENGTH = 100
 
-class Reserved(LiveSteps, reserve.ReservedRound):
-    failed = ()
-    def _fail(self, request):
-        self.failed += (request.request_id,)
-        self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
-def make(scheduler, blocks=13, caching=False):
-    # Two layers of keys and values of two heads: 64 KiB a block. One block is the null block.
-    llm = LLM(folder, dtype="float32", max_model_len=256, max_num_seqs=4, enforce_eager=True,
-              block_size=32, kv_cache_memory_bytes=(blocks + 1) << 16,
-              enable_prefix_caching=caching, skip_tokenizer_init=True, scheduler_cls=scheduler)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-    def count(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-    scheduler._preempt_request = count
-    return llm, scheduler, preempted
+class Pool:
+    """An engine with few KV blocks.
 
-def params(n=LENGTH):
-    return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+    Attributes:
+        preempted: request ids, in order.
+        most: requests that ran at once, at most, while it was last driven.
+        gated: steps of that in which some could not grow.
+    """
 
-def add(llm, name, prompt, n=LENGTH):
-    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params(n))
+    def __init__(
+        self, folder: Path, scheduler: Any, *, blocks: int = 13, caching: bool = False
+    ) -> None:
+        # Two layers of keys and values of two heads: 64 KiB a block. One block is the null block.
+        self.llm = tiny_text.make(
+            folder,
+            scheduler,
+            kv_cache_memory_bytes=(blocks + 1) << 16,
+            enable_prefix_caching=caching,
+        )
+        self.core = tiny_text.core_of(self.llm)
+        self.scheduler = self.core.scheduler
+        self.preempted: list[str] = []
+        self.most = self.gated = 0
+        preempt = self.scheduler._preempt_request
 
-def named(request_id):
+        def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.preempted.append(request.request_id)
+            return preempt(request, *args, **kwargs)
+
+        self.scheduler._preempt_request = count
+
+    @property
+    def free(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def add(self, name: str, ids: list[int], tokens: int = LENGTH) -> None:
+        request = {"prompt_token_ids": ids}
+        self.llm.llm_engine.add_request(name, request, tiny_text.params(tokens))
+
+    def drive(self, at_most: int = 20_000) -> dict[str, list[int]]:
+        """Step until all are done. Returns tokens by request."""
+        tokens: dict[str, list[int]] = {}
+        self.most = self.gated = 0
+        for _ in range(at_most):
+            if not self.scheduler.requests:
+                break
+            for output in self.llm.llm_engine.step():
+                tokens[named(output.request_id)] = list(output.outputs[0].token_ids)
+            self.most = max(self.most, len(self.scheduler.running))
+            self.gated += bool(getattr(self.scheduler, "_liveserve_gated", ()))
+        return tokens
+
+    def crowd(
+        self, prompts: list[list[int]] = PROMPTS, tokens: int = LENGTH
+    ) -> dict[str, list[int]]:
+        for index, ids in enumerate(prompts):
+            self.add(str(index), ids, tokens)
+        return self.drive()
+
+
+def named(request_id: str) -> str:
     return request_id.partition("-")[0]
 
-def drive(llm, scheduler, at_most=20_000):
-    '''Returns tokens by request, most that ran at once, steps in which some could not grow.'''
-    tokens, most, gated = {}, 0, 0
-    steps = 0
-    while scheduler.requests and steps < at_most:
-        steps += 1
-        for output in llm.llm_engine.step():
-            tokens[named(output.request_id)] = list(output.outputs[0].token_ids)
-        most = max(most, len(scheduler.running))
-        gated += bool(getattr(scheduler, "_liveserve_gated", ()))
-    return tokens, most, gated
 
-def crowd(llm, scheduler, prompts=PROMPTS, n=LENGTH):
-    for index, prompt in enumerate(prompts):
-        add(llm, str(index), prompt, n)
-    return drive(llm, scheduler)
+def reserved() -> Any:
+    """The rules for omni stages over plain vLLM's scheduler."""
+    from vllm.v1.request import RequestStatus
 
-found = {}
-llm, scheduler, preempted = make(None)
-expected, _, _ = crowd(llm, scheduler)
-found["stock preempts"] = len(preempted)
-found["blocks"] = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
-del llm
+    from liveserve.host.reserve import ReservedRound
+    from liveserve.host.scheduler_mixin import LiveSteps
 
-# 1. Victims in plain vLLM: the last of the plan's order, though the most urgent came last.
-llm, scheduler, preempted = make(LiveScheduler)
-runtime, plans = scheduler.liveserve, []
-plan = runtime.plan
-runtime.plan = lambda: plans.append(plan()) or plans[-1]
-runtime._session_of = named
-now = time.monotonic()
-events = []
-for name, routed in (("far", 60.0), ("near", 0.1)):
-    events += [Event(EventKind.OPENED, name, now, 1.0, detail="duplex"),
-               Event(EventKind.COMMITTED, name, now),
-               Event(EventKind.RESPONSE_CREATED, name, now, response_id="r"),
-               Event(EventKind.AUDIO_ROUTED, name, now, routed, "r")]
-for name in ("far", "middle", "other", "near"):
-    add(llm, name, PROMPTS[1])
-drive(llm, scheduler, at_most=2)  # they run in the order in which they came, until this is known:
-core = llm.llm_engine.engine_core.engine_core
-core.liveserve_exchange(encode(Batch("", now, 0, events, views=[])))
-victims = []
-count = scheduler._preempt_request
-def watch(request, *args, **kwargs):
-    running = [r.request_id for r in scheduler.running]
-    victims.append((request.request_id, list(plans[-1].victims), running))
-    return count(request, *args, **kwargs)
-scheduler._preempt_request = watch
-drive(llm, scheduler)
-found["victims"] = [
-    [named(victim), [named(v) for v in planned if v not in running]]
-    for victim, planned, running in victims
-]
-del llm
+    class Reserved(LiveSteps, ReservedRound):
+        failed: tuple[str, ...] = ()
 
-# 2. Reserved: the same crowd in the same pool.
-llm, scheduler, preempted = make(Reserved)
-tokens, most, gated = crowd(llm, scheduler)
-found["reserved"] = [tokens == expected, len(preempted), most, gated]
+        def _fail(self, request: Any) -> None:
+            self.failed += (request.request_id,)
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
-# 3. All long, though a history of short answers says otherwise.
-accounts = scheduler._liveserve_accounts
-accounts.refresh()
-accounts.lengths.share = 0.0
-tokens, most, gated = crowd(llm, scheduler)
-found["wrong guess"] = [tokens == expected, len(preempted), most, gated]
-found["learned"] = accounts.lengths.share
+    return Reserved
 
-# 4. Accounts that allow everything: the host fails to allocate, and still preempts nobody.
-grow, enter = reserve.may_grow, reserve.may_enter
-reserve.may_grow = lambda free, claims, wants: [True] * len(claims)
-reserve.may_enter = lambda *args: True
-for index in range(4):
-    add(llm, str(index), PROMPTS[index])
-drive(llm, scheduler, at_most=300)
-found["no accounts"] = [len(preempted), scheduler.kv_cache_manager.block_pool.get_num_free_blocks()]
 
-# 5. The rules come to a pool where nobody can go on: the least urgent fails, the others finish.
-reserve.may_grow, reserve.may_enter, reserve._STUCK_S = grow, enter, 0.05
-tokens, _, _ = drive(llm, scheduler)
-found["stuck"] = [sorted(map(named, scheduler.failed)), len(preempted),
-                  sorted(name for name in tokens if tokens[name] == expected[name])]
-del llm
+def scenarios(folder: Path) -> dict[str, Any]:
+    tiny_text.write_model(folder)
+    stock = Pool(folder, None)
+    expected = stock.crowd()
+    found: dict[str, Any] = {"stock preempts": len(stock.preempted)}
+    del stock
+    found["victims"] = victims(folder)
+    found |= crowds(folder, expected)
+    found |= shared_prefixes(folder)
+    pool = Pool(folder, reserved())
+    runtime = pool.scheduler.liveserve
+    runtime.flip(type(runtime.switches)(reserve=False))
+    found["off"] = [pool.crowd() == expected, len(pool.preempted)]
+    return found
 
-# 6. Blocks that are shared count once: four times the same long prompt in less than four pools.
-LONG = PROMPTS[4] + PROMPTS[1]
-for scheduler_class, name in ((None, "stock"), (Reserved, "shared")):
-    llm, scheduler, preempted = make(scheduler_class, blocks=16, caching=True)
-    prompts = [LONG + [i] * 4 for i in range(4)]
-    add(llm, "first", LONG, 1)
-    drive(llm, scheduler)
-    tokens, most, _ = crowd(llm, scheduler, prompts, 30)
-    found[name] = [list(tokens.values()), len(preempted), most]
-    del llm
 
-# 7. Switched off, it is the host.
-llm, scheduler, preempted = make(Reserved)
-runtime = scheduler.liveserve
-runtime.flip(type(runtime.switches)(reserve=False))
-tokens, _, _ = crowd(llm, scheduler)
-found["off"] = [tokens == expected, len(preempted)]
-print("FOUND", json.dumps(found))
-"""
+def victims(folder: Path) -> list[Any]:
+    """In plain vLLM the last of the plan's order, though the most urgent came last."""
+    pool = Pool(folder, tiny_text.OURS)
+    runtime, plans = pool.scheduler.liveserve, []
+    plan = runtime.plan
+    runtime.plan = lambda: plans.append(plan()) or plans[-1]
+    runtime._session_of = named
+    now_s = time.monotonic()
+    for name in ("far", "middle", "other", "near"):
+        pool.add(name, PROMPTS[1])
+    pool.drive(at_most=2)  # they run in the order in which they came, until this is known:
+    events = [
+        [*tiny_text.asks(name, now_s), tiny_text.hears(name, now_s, routed_s)]
+        for name, routed_s in (("far", 60.0), ("near", 0.1))
+    ]
+    tiny_text.Link(pool.core).tell(*itertools.chain(*events))
+    found = []
+    preempt = pool.scheduler._preempt_request
+
+    def watch(request: Any, *args: Any, **kwargs: Any) -> Any:
+        running = [r.request_id for r in pool.scheduler.running]
+        planned = [named(name) for name in plans[-1].victims if name not in running]
+        found.append([named(request.request_id), planned])
+        return preempt(request, *args, **kwargs)
+
+    pool.scheduler._preempt_request = watch
+    pool.drive()
+    return found
+
+
+def crowds(folder: Path, expected: dict[str, list[int]]) -> dict[str, Any]:
+    """Reserved: the same crowd in the same pool, four times."""
+    from liveserve.host import reserve
+
+    pool, found = Pool(folder, reserved()), {}
+
+    def outcome(tokens: dict[str, list[int]]) -> list[Any]:
+        return [tokens == expected, len(pool.preempted), pool.most, pool.gated]
+
+    found["reserved"] = outcome(pool.crowd())
+
+    # All long, though a history of short answers says otherwise.
+    accounts = pool.scheduler._liveserve_accounts
+    accounts.refresh()
+    accounts.lengths.share = 0.0
+    found["wrong guess"] = outcome(pool.crowd())
+    found["learned"] = accounts.lengths.share
+
+    # Accounts that allow everything: the host fails to allocate, and still preempts nobody.
+    grow, enter = reserve.may_grow, reserve.may_enter
+    reserve.may_grow = lambda free, claims, wants: [True] * len(claims)
+    reserve.may_enter = lambda *args: True
+    for index in range(4):
+        pool.add(str(index), PROMPTS[index])
+    pool.drive(at_most=300)
+    found["no accounts"] = [len(pool.preempted), pool.free]
+
+    # The rules come to a pool where nobody can go on: the least urgent fails, the others finish.
+    reserve.may_grow, reserve.may_enter, reserve._STUCK_S = grow, enter, 0.05
+    tokens = pool.drive()
+    found["stuck"] = [
+        sorted(map(named, pool.scheduler.failed)),
+        len(pool.preempted),
+        sorted(name for name in tokens if tokens[name] == expected[name]),
+    ]
+    return found
+
+
+def shared_prefixes(folder: Path) -> dict[str, Any]:
+    """Shared blocks count once: four times one long prompt, in less than four times its blocks."""
+    found, long = {}, PROMPTS[4] + PROMPTS[1]
+    for scheduler, name in ((None, "stock"), (reserved(), "shared")):
+        pool = Pool(folder, scheduler, blocks=16, caching=True)
+        pool.add("first", long, 1)
+        pool.drive()
+        tokens = pool.crowd([long + [i] * 4 for i in range(4)], 30)
+        found[name] = [list(tokens.values()), len(pool.preempted), pool.most]
+        del pool
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    env = {**os.environ, **adapt.default_env(), "LIVESERVE": "on", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("reserve") / "model")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stderr[-4000:]
-    return json.loads(lines[0][6:])
+    return tiny_text.findings(scenarios, tmp_path_factory.mktemp("reserve"))
 
 
 def test_plain_vllm_preempts_from_the_back_of_our_order(found):
@@ -242,7 +265,6 @@ def test_shared_prefixes_count_once(found):
     assert (preemptions, most) == (0, 4)
 
 
-MODEL = Path(__file__).resolve().parents[1] / ".cache" / "tiny-model"
 BLOCK, CONTEXT, AUDIO_TOKENS, SESSIONS = 32, 256, 90, 5
 # Blocks of the thinker and the talker. One context takes eight, without the null block.
 POOLS = (8, 11)

@@ -127,7 +127,8 @@ class World:
         clock = view.clock if view is not None else None
         progress.observe(clock, self.now_s)
         last = answer.num_output_tokens == answer.frames
-        if last or progress.is_due(self.policy, clock, FRAME_AUDIO_S, self.now_s):
+        policy = self.runtime.sized(self.policy) if self.ours else self.policy
+        if last or progress.is_due(policy, clock, FRAME_AUDIO_S, self.now_s):
             context = min(progress.sent, CONTEXT)
             size = progress.leave(FRAME_AUDIO_S, self.now_s)
             rank = self.runtime.ranks.get(answer.request_id) if self.ours else None

@@ -46,6 +46,19 @@ def talker2code2wav_async_chunk(
     [groups × (left context + new frames)], ``meta.left_context_size`` counts frames.
     """
     runtime = current_runtime()
+    payload = _chunk(runtime, transfer_manager, multimodal_output, request, is_finished)
+    if payload is not None and runtime is not None and runtime.profile.on:
+        runtime.profile.sent(request.request_id)
+    return payload
+
+
+def _chunk(
+    runtime: StageRuntime | None,
+    transfer_manager: Any,
+    multimodal_output: Any,
+    request: Any,
+    is_finished: bool,
+) -> OmniPayloadStruct | None:
     streams: dict[str, _Stream] = transfer_manager.__dict__.setdefault("_liveserve_streams", {})
     request_id = request.external_req_id
     frames = transfer_manager.code_prompt_token_ids[request_id]
@@ -129,11 +142,11 @@ def _sizes(transfer_manager: Any, runtime: StageRuntime) -> tuple[ChunkPolicy, i
         first=int(extra.get("initial_codec_chunk_frames") or 0) or largest,
         smallest=min(ours.smallest, largest),
         small=min(ours.small, largest),
-        useful=min(ours.useful, largest),
         largest=largest,
+        deliveries=ours.deliveries,
         margin_s=ours.margin_s,
     )
-    return policy, int(extra.get("codec_left_context_frames", 25))
+    return runtime.sized(policy), int(extra.get("codec_left_context_frames", 25))
 
 
 def _forget(streams: dict[str, _Stream], transfer_manager: Any) -> None:

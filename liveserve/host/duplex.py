@@ -31,6 +31,8 @@ from vllm_omni.engine.duplex.events import (
     SessionUpdated,
     SpeechStarted,
     SpeechStopped,
+    TextDelta,
+    TranscriptDelta,
     error_event,
 )
 from vllm_omni.engine.duplex.session.manager import DuplexSessionManager
@@ -89,6 +91,9 @@ class LiveSessionManager(DuplexSessionManager):
             if session is not None and event.response_id:
                 sent_ms = session.playback_for_response(event.response_id).sent_ms
                 tracker.audio_routed(session_id, event.response_id, sent_ms / 1e3, now_s)
+        elif isinstance(event, TextDelta | TranscriptDelta):
+            if plane.profiler.on:
+                plane.profiler.text_sent(session_id)
         elif isinstance(event, SpeechStarted):
             tracker.speech_started(session_id, now_s)
         elif isinstance(event, SpeechStopped):

@@ -1,4 +1,4 @@
-"""Our routes on the host's API server: ``/liveserve/sessions``, ``pressure`` and ``switches``.
+"""Our routes on the host's API server: ``/liveserve/sessions``, ``pressure``, ``kv``, ``switches``.
 
 Entry point of group ``vllm.endpoint_plugins`` (vllm/plugins/endpoint_plugins/interface.py); the
 host loads it where ``VLLM_PLUGINS`` names ``liveserve``, which ``liveserve serve`` sees to.
@@ -7,15 +7,18 @@ host loads it where ``VLLM_PLUGINS`` names ``liveserve``, which ``liveserve serv
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request
 
 from liveserve.config import ConfigError, from_env
-from liveserve.events import Batch, boot_id, decode_reply, encode
+from liveserve.events import Batch, Prefetch, Reply, boot_id, decode_reply, encode
+from liveserve.host import prefetch
 from liveserve.host.engine import METHOD
-from liveserve.plane import InteractionPlane, current_plane, engine_report
+from liveserve.plane import InteractionPlane, current_plane, engine_report, kv_report
 
+ProfileS = Annotated[float, Query(gt=0, le=3600)]
 TimeoutS = Annotated[float, Query(gt=0, le=30)]
 
 
@@ -34,6 +37,7 @@ class LiveServeEndpoints:
 
     def __init__(self) -> None:
         self._engine_client: Any = None
+        self._client: Any = None
 
     def attach_router(self, app: FastAPI) -> None:
         if from_env() is None:
@@ -52,9 +56,28 @@ class LiveServeEndpoints:
             per request (P, class, age) and per session view.
             """
             if current_plane() is None and self._engine_client is not None:
-                return await self._plain_pressure(detail)
+                reply = await self._plain(detail=detail)
+                return {"engines": [engine_report(0, 0, reply, detail=detail)]}
             plane = _plane()
             return await plane.call(plane.pressure(detail=detail, timeout_s=timeout_s))
+
+        @router.get("/kv")
+        async def kv(timeout_s: TimeoutS = 2.0) -> dict[str, object]:
+            """Each stage engine's KV: policy in force, totals by tier, hits, evictions, copies,
+            and which session has how many blocks where.
+            """
+            if current_plane() is None and self._engine_client is not None:
+                return {"engines": [kv_report(0, 0, await self._plain(detail=True))]}
+            plane = _plane()
+            return await plane.call(plane.kv(timeout_s=timeout_s))
+
+        @router.post("/profile")
+        async def profile(seconds: ProfileS = 60.0, after: int = 0) -> dict[str, object]:
+            """Note for ``seconds`` more where turns spend their time, and tell of the turns that
+            are done, from number ``after`` + 1 on (see `liveserve.profile`).
+            """
+            plane = _plane()
+            return await plane.call(plane.profile(seconds=seconds, after=after))
 
         @router.get("/switches")
         async def switches() -> dict[str, object]:
@@ -71,14 +94,28 @@ class LiveServeEndpoints:
             except ConfigError as exc:
                 raise HTTPException(400, str(exc)) from None
 
+        prefetch.add_route(router, self._prefetch, lambda: self._client)
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        self._client = engine_client
         core = getattr(engine_client, "engine_core", None)
         self._engine_client = core if hasattr(core, "call_utility_async") else None
 
-    async def _plain_pressure(self, detail: bool) -> dict[str, object]:
+    async def _prefetch(self, asked: Prefetch) -> None:
+        if current_plane() is not None or self._engine_client is None:
+            plane = _plane()
+            await plane.call(plane.prefetch(asked))
+        elif asked.token_ids:
+            await self._plain(detail=False, asked=[asked])
+        else:
+            raise KeyError(asked.session_id)
+
+    async def _plain(self, *, detail: bool, asked: Sequence[Prefetch] = ()) -> Reply:
         """Plain vLLM has one engine and no sessions to tell it about."""
-        batch = Batch(boot_id(), time.monotonic(), 0, [], views=[], detail=detail)
-        raw = await self._engine_client.call_utility_async(METHOD, encode(batch))
-        return {"engines": [engine_report(0, 0, decode_reply(bytes(raw)), detail=detail)]}
+        batch = Batch(
+            boot_id(), time.monotonic(), 0, [], views=[], detail=detail, prefetch=list(asked)
+        )
+        return decode_reply(
+            bytes(await self._engine_client.call_utility_async(METHOD, encode(batch)))
+        )

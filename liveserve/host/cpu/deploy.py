@@ -32,6 +32,7 @@ def deploy_path(
     kv_cache_bytes: int | None = None,
     text_max_tokens: int = 64,
     audio_max_tokens: int = 800,
+    history_turns: int | None = None,
     server_vad: bool = True,
     folder: Path | None = None,
 ) -> Path:
@@ -48,6 +49,8 @@ def deploy_path(
             (memory is touched only as it is used).
         text_max_tokens: default length limit of an answer's text.
         audio_max_tokens: limit of an answer's audio in codec frames (12.5 a second).
+        history_turns: spoken inputs in a prompt of the thinker, where a longer window than the
+            host's four is wanted.
         server_vad: in duplex mode, Silero VAD from the package ``silero_vad``.
         folder: where to write; default ``$XDG_CACHE_HOME/liveserve/deploy``, or the temporary
             folder where that is not writable.
@@ -81,6 +84,9 @@ def deploy_path(
         stage["max_model_len"] = stage["max_num_batched_tokens"] = max_model_len
         full = per_token[stage["stage_id"]] * max_model_len * max_sessions
         stage["kv_cache_memory_bytes"] = kv_cache_bytes or full
+        if stage["stage_id"] == 0 and history_turns is not None:
+            inputs = stage["limit_mm_per_prompt"]
+            inputs["audio"] = max(inputs["audio"], history_turns)
         limit = text_max_tokens if stage["stage_id"] == 0 else audio_max_tokens
         stage["default_sampling_params"]["max_tokens"] = limit
     if mode == "duplex":

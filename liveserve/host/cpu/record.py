@@ -5,10 +5,14 @@ step to ``DIR/stage<N>.jsonl``:
 
 * ``start_s``, ``end_s``, ``requests``: monotonic times of `execute_model`, and its batch size;
 * ``tokens``: per request, the tokens of this step;
+* ``new``: per request that runs for the first time, the tokens of its prompt, and how many of them
+  were in the prefix cache;
 * ``rows``: per request, one digest per row of input embeddings (empty where a stage takes ids);
 * ``sampled``: per request, the token ids sampled in this step.
 
-Two runs computed the same iff their rows and ids agree. Recording costs time, the same in both.
+Two runs computed the same iff their rows and ids agree. Recording costs time, the same in both;
+the digests' is in proportion to what is computed, so with ``LIVESERVE_CPU_RECORD_ROWS=off`` there
+are none.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 RECORD_ENV = "LIVESERVE_CPU_RECORD"
+ROWS_ENV = "LIVESERVE_CPU_RECORD_ROWS"
 _DIGEST_BYTES = 8
 
 
@@ -28,6 +33,7 @@ class RecordingRunner:
     """Mixed in front of a model runner of vLLM-Omni."""
 
     _record: TextIO | None = None
+    _record_rows = True
     _rows: dict[str, list[str]]
 
     def open_record(self, stage_id: int) -> None:
@@ -36,10 +42,11 @@ class RecordingRunner:
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._record = (Path(folder) / f"stage{stage_id}.jsonl").open("a", buffering=1)
+            self._record_rows = os.environ.get(ROWS_ENV) != "off"
             self._rows = {}
 
     def _model_forward(self, *args: Any, inputs_embeds: Any = None, **kwargs: Any) -> Any:
-        if self._record is not None and inputs_embeds is not None:
+        if self._record is not None and self._record_rows and inputs_embeds is not None:
             self._rows = self._digests(inputs_embeds)
         return super()._model_forward(*args, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
 
@@ -66,6 +73,11 @@ class RecordingRunner:
                 end_s=time.monotonic(),
                 requests=len(scheduler_output.num_scheduled_tokens),
                 tokens=scheduler_output.num_scheduled_tokens,
+                new={
+                    request.req_id: (len(request.prompt_token_ids), request.num_computed_tokens)
+                    for request in scheduler_output.scheduled_new_reqs
+                    if request.prompt_token_ids is not None
+                },
                 rows=self._rows,
             )
         return output
