@@ -89,7 +89,7 @@ def _closed(listeners: int, sessions: int, **more: Any) -> dict[str, Any]:
 def settings() -> list[Setting]:
     """The evaluation, figure by figure."""
     found = []
-    for listeners in (8, 64, 128, 192, 240, 320):
+    for listeners in (8, 64, 128, 160, 192, 240, 320):
         users = _closed(listeners, max(48, int(2.5 * listeners)))
         name = f"{listeners} listeners"
         found.append(Setting("load", name, "sharegpt", users, THREE, load=listeners))

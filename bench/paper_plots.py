@@ -88,8 +88,8 @@ def _load(figure_name: str, what: str) -> Draw:
 
 
 def _tail(figure: Any, runs: Runs, _: Path) -> bool:
-    """The distribution of TTFP at the two loads nearest to where stock ceases to be smooth."""
-    names = [n for n in runs.settings("load") if (runs.loads["load", n] or 0) > 8][1:4]
+    """The distribution of TTFP at loads at which stock ceases to be smooth."""
+    names = [n for n in runs.settings("load") if (runs.loads["load", n] or 0) > 128][:3]
     if not names:
         return False
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):

@@ -40,6 +40,8 @@ RANGES = {
     "p_safe_s": (0.1, 1.0),
     "p_release_s": (0.3, 3.0),
     "hold_ratio": (1.1, 3.0),
+    # With KV reserved ahead a pool never fills up to the default: β counts below it.
+    "kv_high_watermark": (0.1, 0.9),
 }
 # By how much a setting may be worse than the defaults and still count as no worse.
 _SLACK = {"ttfp_p90_s": 0.005, "waste_fraction": 0.003, "stall_fraction": 0.0005}
@@ -62,11 +64,13 @@ class Candidate(NamedTuple):
     p_safe_s: float | None = None
     p_release_s: float | None = None
     hold_ratio: float | None = None
+    kv_high_watermark: float | None = None
     dram_gb: float | None = None
 
     def config(self, base: LiveServeConfig) -> LiveServeConfig:
         """``base`` with this setting."""
-        changes = {n: getattr(self, n) for n in ("alpha", "beta", "p_safe_s", "p_release_s")}
+        names = ("alpha", "beta", "p_safe_s", "p_release_s", "kv_high_watermark")
+        changes = {name: getattr(self, name) for name in names}
         if self.p_release_s is not None and self.hold_ratio is not None:
             changes["p_hold_s"] = round(self.p_release_s * self.hold_ratio, 3)
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -143,7 +147,7 @@ def tune(
         ConfigError: ``base`` contradicts itself.
     """
     draw = np.random.default_rng(spec.seed)
-    drams = list(dram_gb) or [None]
+    drams: list[float | None] = [*dram_gb] or [None]
     first = [Candidate(), *_drawn(draw, trials, drams)]
     total = (len(first) + trials // 2 + 4) * seeds
     with progress(title, total) as advance:
@@ -373,7 +377,7 @@ def _cells(trial: Trial) -> list[str]:
 
 
 def _print(found: Tuned) -> None:
-    columns = ["", "α", "β", "P_safe s", "release s", "hold/rel.", "DRAM GiB",
+    columns = ["", "α", "β", "P_safe s", "release s", "hold/rel.", "watermark", "DRAM GiB",
                "TTFP p90 s", "waste %", "stalls %"]  # fmt: skip
     lines = [["defaults", *_cells(found.trials[0])], ["chosen", *_cells(found.choice)]]
     lines += [[f"front {i + 1}", *_cells(trial)] for i, trial in enumerate(found.front)]

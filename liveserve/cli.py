@@ -27,6 +27,7 @@ _COMMANDS = {
     "tune": ("liveserve.bench.tune", "settings for a workload, found in the simulator"),
 }
 _BENCHES = {
+    "adaptive": ("liveserve.bench.adaptive", "weights that follow the load, in the simulator"),
     "calibrate": ("liveserve.bench.calibrate", "measure this GPU's copy methods for the chooser"),
     "compare": ("liveserve.bench.compare", "the stock host against LiveServe, side by side"),
     "eviction": ("liveserve.bench.eviction", "what evicting costs, and what a policy is worth"),

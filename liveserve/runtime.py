@@ -57,6 +57,9 @@ _BARGE_IN_WEIGHT = 0.05
 # That share while nothing is known. Low enough to be forgotten after some thirty responses that
 # were heard to their end.
 _BARGE_IN_PRIOR = 0.1
+# A held request keeps its slot. Where more sessions are open than there are slots, nobody is held
+# while more than this share of them is taken: those held must have time to end before the rest is.
+_SLOTS_SHARE = 0.75
 # The host budgets tokens and blocks itself; the plan gives it the order and the holds.
 _NO_BUDGETS = Budgets(1 << 60, None, None)
 # Rows of requests and of sessions in a detailed reply.
@@ -99,6 +102,7 @@ class StageInfo:
             token has no fixed length (thinker: the session's pace counts).
         routes_audio: its output is what the listener hears (code2wav).
         may_hold: a running request can sit out a step and lose nothing.
+        slots: requests that may run at once (max_num_seqs). 0: not known.
     """
 
     stage_id: int
@@ -107,6 +111,7 @@ class StageInfo:
     routes_audio: bool = False
     kv_block_bytes: int = 0
     may_hold: bool = True
+    slots: int = 0
 
 
 @dataclass(slots=True)
@@ -365,6 +370,11 @@ class StageRuntime:
                 self.kv.gpu.switch(switches.kv_evict)
             logger.info("LiveServe: stage %s switches to %s", self.info.name, switches)
 
+    def retune(self, config: LiveServeConfig) -> None:
+        """Plan by ``config`` from the next round."""
+        self.config = config
+        self._set_policy()
+
     def _receive(self, batch: Batch) -> None:
         if batch.switches is not None:
             self.flip(batch.switches)
@@ -522,8 +532,12 @@ class StageRuntime:
 
     def _set_policy(self) -> None:
         name, switches, time_s = self.info.name, self.switches, self._chunk_time_s
-        if not self.info.may_hold:
-            switches = msgspec.structs.replace(switches, pace=False)
+        unpaced = msgspec.structs.replace(switches, pace=False)
+        # Without our chunks nobody says which frames have left: those that wait here would count as
+        # the listener's.
+        if not self.info.may_hold or (self.info.token_s and not switches.chunking):
+            switches = unpaced
+        self._unpaced_policy = self.config.policy(name, unpaced, time_s)
         self.policy = self.config.policy(name, switches, time_s)
         # While something is urgent, others go on only for their next chunk.
         self._tight_policy = self.config.policy(name, switches, time_s, tight=True)
@@ -533,12 +547,16 @@ class StageRuntime:
         urgent = self.first_audio_waits() or any(
             [candidate.rank.urgency is not enough for candidate in candidates]
         )
+        policy = self._tight_policy if urgent else self.policy
+        running, slots = sum(self._by_class[0]), self.info.slots
+        if slots and running > _SLOTS_SHARE * slots and len(self.table) > slots:
+            policy = self._unpaced_policy
         return plan(
             candidates,
             self._budgets,
             self.held,
             now_s,
-            self._tight_policy if urgent else self.policy,
+            policy,
             barge_in_rate=self.barge_in_rate,
             contended=self._waits()[1],
         )

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import (
     FreeKVCacheBlockQueue,
     KVCacheBlock,
     make_block_hash_with_group_id,
+    maybe_convert_block_hash,
 )
 
 from liveserve.events import KvSnapshot
@@ -442,7 +443,7 @@ def test_events_of_the_dram_tier():
     assert isinstance(stored, BlockStored)
     assert isinstance(removed, BlockRemoved)
     for event in (stored, removed):
-        assert event.block_hashes == [b"h" * 32]
+        assert event.block_hashes == [maybe_convert_block_hash(BlockHash(b"h" * 32))]
         assert (event.medium, event.group_idx) == ("CPU", 1)
     assert stored.block_size == 16
 
@@ -463,7 +464,7 @@ def test_the_hosts_own_events_say_what_was_evicted():
     next_use.waiting("b", 50.0, 1.0, 0.0)
     pool.get_new_blocks(3)  # one was never used
     removed = [event.block_hashes for event in pool.take_events()]
-    assert removed == [[b"5"], [b"4"]]
+    assert removed == [[maybe_convert_block_hash(BlockHash(name))] for name in (b"5", b"4")]
 
 
 def test_every_policy_has_a_name_that_the_queue_takes():

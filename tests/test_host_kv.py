@@ -250,6 +250,7 @@ def test_the_endpoint_of_a_live_server(tmp_path):
         serve=[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"],
         flags=flags,
         env=env,
+        omni=False,
     ) as server:
         asyncio.run(ask(server.url))
 

@@ -154,6 +154,16 @@ def test_two_inputs_before_an_answer_are_one_payload(window, host):
     assert session.speak("c") == turns("a", "b", "c")
 
 
+def test_a_turn_is_what_the_user_says_in_a_row_and_what_is_replied(window):
+    roles = ("system", "user", "user", "assistant", "assistant", "user")
+    found = window.split([{"role": role} for role in roles])
+    assert [[message["role"] for message in turn] for turn in found] == [
+        ["system"],
+        ["user", "user", "assistant", "assistant"],
+        ["user"],
+    ]
+
+
 def test_an_interrupted_turn_stays_a_boundary(window, host):
     ours, theirs = made(window, host, 4), Conversation(host(None))
     for conversation in (ours, theirs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -277,6 +277,33 @@ def test_holds_only_who_is_far_ahead_while_somebody_waits_and_not_for_long():
     runtime.ring.stale = True
     assert runtime.plan() is None
     assert runtime.held == frozenset()
+
+
+def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
+    runtime, scheduler = engine(PACED, clock=lambda: 100.0)
+    scheduler.run = [Request(f"{name}1", 100) for name in "abcd"]
+    send(runtime, [event for name in "abcd" for event in answer_events(name, 100.0, 9.0)])
+    runtime.barge_in_rate = 0.5
+    everybody = {"a1", "b1", "c1", "d1"}
+    for slots, held in ((0, everybody), (4, everybody), (3, set()), (6, everybody)):
+        runtime.info = replace(runtime.info, slots=slots)
+        assert runtime.plan().held == held, slots
+        runtime.held = frozenset()
+    # a fifth session; four slots are too few for all, five are not
+    send(runtime, [Event(EventKind.OPENED, "e", 100.0, 1.0)], first_seq=16)
+    for slots, held in ((4, set()), (5, everybody)):
+        runtime.info = replace(runtime.info, slots=slots)
+        assert runtime.plan().held == held, slots
+
+
+def test_without_our_chunks_nobody_is_held():
+    runtime, scheduler = engine(PACED, clock=lambda: 100.0)
+    scheduler.run = [Request("a1", 100)]
+    send(runtime, answer_events("a", 100.0, 9.0))
+    runtime.barge_in_rate = 0.5
+    assert runtime.plan().held == {"a1"}
+    runtime.flip(Switches(chunking=False))
+    assert runtime.plan().held == frozenset()
 
 
 def test_an_engine_sleeps_until_the_deadline_only_if_a_message_can_end_it(monkeypatch):

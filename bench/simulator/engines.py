@@ -121,7 +121,9 @@ class Engine:
         self.runtime: StageRuntime | None = None
         if world.system.live:
             token_s = world.frame_s if name == "talker" else None
-            info = StageInfo(stage, name, token_s, routes_audio=name == "code2wav")
+            info = StageInfo(
+                stage, name, token_s, routes_audio=name == "code2wav", slots=max_requests
+            )
             self.runtime = StageRuntime(
                 info, world.live_config, self.queues(), _session_of, clock=self._clock
             )

@@ -62,7 +62,7 @@ logger = logging.getLogger("vllm.liveserve")
 # Omni stages whose history is read again. A talker's prompt is placeholders, alike for everybody.
 _OMNI_STAGES = frozenset({"thinker"})
 # Share of the GPU's blocks that stores may keep from being evicted.
-_HELD_SHARE = 0.25
+_HELD_SHARE = 0.75
 # How many free blocks a look ahead walks over.
 _MAX_WALK = 1024
 

@@ -33,4 +33,5 @@ def stage_info(vllm_config: Any, kv_cache_config: Any) -> StageInfo:
         token_s=codec_frame_s(model.hf_config) if name == "talker" else None,
         routes_audio=name == "code2wav",
         kv_block_bytes=kv_bytes // blocks,
+        slots=getattr(vllm_config.scheduler_config, "max_num_seqs", 0) or 0,
     )
