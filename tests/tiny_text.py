@@ -51,7 +51,7 @@ def findings(scenario: Callable[[Path], Any], folder: Path, **env: str) -> Any:
     return json.loads(lines[0][6:])
 
 
-def write_model(folder: Path, *, weights: bool = True) -> Path:
+def write_model(folder: Path, *, weights: bool = True, positions: int = 512) -> Path:
     """A Qwen3 of two small layers, always with the same random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -65,7 +65,7 @@ def write_model(folder: Path, *, weights: bool = True) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
     )
     if weights:
         torch.manual_seed(0)
