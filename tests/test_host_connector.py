@@ -241,8 +241,9 @@ def load_error(folder: Path, tokens: Tokens) -> dict[str, Any]:
 
         found = _reload(driver, tokens, breaks)
         fill(driver)
+        loaded = manager(driver).report().loaded
         found["again"] = ask(driver, "third", prompt(1, 100)) == tokens(prompt(1, 100))
-        found["loaded again"] = manager(driver).report().loaded
+        found["loaded again"] = manager(driver).report().loaded - loaded
         found["leaks"] += leaks(driver)
         return found
 
