@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from liveserve.bench.metrics import aggregate
-from liveserve.bench.result_file import build_result, write_result
+from liveserve.bench.result_file import build_result, ratio_of, write_result
 from liveserve.bench.simulator.costs import load_costs
 from liveserve.bench.simulator.model import (
     TALKER,
@@ -32,6 +31,7 @@ from liveserve.bench.simulator.model import (
     check_workload,
     system,
 )
+from liveserve.bench.simulator.simulate import world_metrics
 from liveserve.bench.simulator.workloads import build, spec_of
 from liveserve.bench.simulator.world import World
 from liveserve.bench.terminal import print_table, progress
@@ -148,17 +148,7 @@ def run_level(
     if level:
         retune(world, level, 0.0)
     world.run()
-    starts_s = [s.start_s for s in world.sessions]
-    ends_s = [s.end_s if s.end_s is not None else world.now_s for s in world.sessions]
-    metrics = aggregate(
-        world.records,
-        world.sessions,
-        span_s=max(ends_s) - min(starts_s),
-        max_gap_s=config.max_gap_s,
-        stage_tokens={"1": sum(engine.tokens for engine in world.talkers)},
-        codec_frame_rate_hz=costs.frame_rate_hz,
-    )
-    return Outcome(metrics, driver.levels if driver is not None else [])
+    return Outcome(world_metrics(world), driver.levels if driver is not None else [])
 
 
 def shifted(first: Workload, second: Workload, at_s: float) -> Workload:
@@ -285,10 +275,8 @@ def run(args: argparse.Namespace) -> int:
         ]  # fmt: skip
         ratios = {}
         if losses[best] < 0:
-            value = losses[None] / losses[best]
-            ratios["optimum_gain_fraction"] = {
-                "value": value, "low": value, "high": value, "better": "higher",
-            }  # fmt: skip
+            gain = losses[None] / losses[best]
+            ratios["optimum_gain_fraction"] = ratio_of([gain], "higher")
         command = shlex.join(["liveserve", *sys.argv[1:]])
         result = build_result("adaptive", cases, command=command, ratios=ratios, simulated=True)
         write_result(args.json, result)

@@ -210,8 +210,7 @@ def _with_steps(costs: CostModel, fit: Fit, where: str, *, every_step: bool) -> 
     sources = {path: _of_base(costs, source) for path, source in costs.sources.items()}
     for stage, quality in fit.quality.items():
         cost = getattr(fit, stage)
-        spread = 1 + max(0.05, quality.error_p50)
-        source = f"fitted to {quality.steps} steps of {where}; within {spread:.2f}x"
+        source = f"fitted to {quality.steps} steps of {where}; within {quality.spread:.2f}x"
         if stage == "code2wav":
             changes[stage] = msgspec.structs.replace(
                 costs.code2wav, fixed_s=cost.fixed_s, per_frame_s=cost.per_frame_s

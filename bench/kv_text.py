@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from liveserve.bench.launch import Server, ServerFailed, running_server
-from liveserve.bench.metrics import percentiles
-from liveserve.bench.result_file import build_result, write_result
+from liveserve.bench.metrics import percentiles, prompt_metrics
+from liveserve.bench.result_file import build_result, ratio_of, write_result
 from liveserve.bench.server import exposition, kv_totals, parse_prompt_tokens
 from liveserve.config import ENV_SWITCH
 
@@ -325,16 +325,12 @@ def _ids(answers: Sequence[Answer]) -> dict[tuple[int, int], list[int]]:
 def text_metrics(answers: Sequence[Answer], by_source: Mapping[str, float]) -> dict[str, Any]:
     """Times of the turns that have a history, and what the prompts' KV came from."""
     later = [answer for answer in answers if answer.turn]
-    asked = sum(by_source.values())
-    computed = by_source.get("local_compute", 0.0)
     return {
         "answers": len(answers),
         **percentiles("later_ttft", (answer.ttft_s for answer in later)),
         **percentiles("first_ttft", (answer.ttft_s for answer in answers if not answer.turn)),
         **percentiles("later_total", (answer.total_s for answer in later)),
-        "prompt_tokens": asked,
-        "prefill_tokens_computed": computed,
-        "prefix_hit_fraction": (asked - computed) / asked if asked else None,
+        **prompt_metrics(by_source),
         **{f"prompt_tokens_{source}": count for source, count in by_source.items()},
     }
 
@@ -350,16 +346,13 @@ def compare(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
             continue
         for metric in ("later_ttft_p50_s", "later_ttft_p90_s"):
             if theirs[metric] and ours[metric]:
-                ratio = theirs[metric] / ours[metric]
-                _put(found, f"{metric.removesuffix('_s')}_speedup vs {name}", ratio)
+                quotient = theirs[metric] / ours[metric]
+                named = f"{metric.removesuffix('_s')}_speedup vs {name}"
+                found[named] = ratio_of([quotient], "higher")
         if theirs["prefill_tokens_computed"]:
             saved = 1 - ours["prefill_tokens_computed"] / theirs["prefill_tokens_computed"]
-            _put(found, f"prefill_tokens_saved_fraction vs {name}", saved)
+            found[f"prefill_tokens_saved_fraction vs {name}"] = ratio_of([saved], "higher")
     return found
-
-
-def _put(found: dict[str, dict[str, Any]], name: str, value: float) -> None:
-    found[name] = {"value": value, "low": value, "high": value, "better": "higher"}
 
 
 def tables(

@@ -109,15 +109,16 @@ def aggregate(
         metrics["ttfp_slo_fraction"] = _ratio(len(on_time), len(played))
     metrics |= _token_metrics(responses, stage_tokens or {}, codec_frame_rate_hz)
     metrics |= _stage_waste(responses, stage_made or {}, codec_frame_rate_hz)
-    metrics |= _prefill(stage_prompts or {})
+    by_source = (stage_prompts or {}).get("0")
+    if by_source:
+        metrics |= prompt_metrics(by_source)
     return metrics
 
 
-def _prefill(stage_prompts: Mapping[str, Mapping[str, float]]) -> dict[str, object]:
-    """What the thinker was asked to read, and what of it it computed."""
-    by_source = stage_prompts.get("0")
-    if not by_source:
-        return {}
+def prompt_metrics(by_source: Mapping[str, float]) -> dict[str, object]:
+    """What a stage was asked to read, and what of it it computed: prompt tokens by where their KV
+    came from.
+    """
     asked, computed = sum(by_source.values()), by_source.get("local_compute", 0.0)
     return {
         "prompt_tokens": asked,

@@ -13,8 +13,6 @@ system goes from continuous to not, as the paper's does between c=8 and c=16.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,9 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from liveserve.bench.paper_table import markdown, ratios_of, tables
+from liveserve.bench.paper_table import LIVE, NO_OFFLOAD, STOCK, markdown, ratios_of, tables
 from liveserve.bench.records import COMPLETED
-from liveserve.bench.result_file import build_result, validate_result, write_result
+from liveserve.bench.result_file import build_result, read_result, write_result
+from liveserve.bench.simulator.command import cores, require_least
 from liveserve.bench.simulator.costs import load_costs
 from liveserve.bench.simulator.model import ModelError, SimConfig, system
 from liveserve.bench.simulator.simulate import Job, Result, simulate_all
@@ -37,7 +36,6 @@ SLICE = Path(__file__).resolve().parent / "assets" / "mooncake_conversation_slic
 RESULTS = Path(__file__).resolve().parent / "results"
 
 QWEN, MING = "qwen3-omni-h200", "ming-flash-omni-h200"
-STOCK, NO_OFFLOAD, LIVE = "stock", "stock-no-offload", "liveserve"
 BOTH = (STOCK, LIVE)
 THREE = (NO_OFFLOAD, STOCK, LIVE)
 
@@ -204,12 +202,8 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
         chosen = [s for s in chosen if s.figure in args.only]
     if not (0 < args.scale <= 10):
         raise ModelError(f"--scale must be above 0 and at most 10, got {args.scale:g}")
-    for name in ("seeds", "workers"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ModelError(f"--{name} must be 1 or more, got {value}")
-    workers = args.workers or len(os.sched_getaffinity(0))
-    cases = simulate_settings(chosen, args.seeds, args.scale, workers)
+    require_least(args, seeds=1, workers=1)
+    cases = simulate_settings(chosen, args.seeds, args.scale, args.workers or cores())
     return build_result(
         "paper",
         cases,
@@ -303,12 +297,6 @@ def _kept(result: Result) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        validate_result(result)
-    except OSError as error:
-        raise ModelError(f"--from {path}: {error.strerror or error}") from None
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ModelError(f"--from {path}: no result file: {error}") from None
-    if result["bench"] != "paper":
-        raise ModelError(f"--from {path}: is of 'bench {result['bench']}', not of 'bench paper'")
-    return result
+        return read_result(path, "paper")
+    except ValueError as error:
+        raise ModelError(f"--from {error}") from None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from liveserve.bench.paper_table import LIVE, NO_OFFLOAD, STOCK, Runs
+from liveserve.bench.paper_table import LIVE, NO_OFFLOAD, STOCK, Runs, measured_result
 
 _COLOURS = {NO_OFFLOAD: "#9ca3af", STOCK: "#2563a8", LIVE: "#e07b1a"}
 _MORE = ("#15803d", "#7c3aed", "#be185d", "#0e7490", "#a16207", "#374151")
@@ -208,15 +207,14 @@ def _residency(figure: Any, runs: Runs, _: Path) -> bool:
 
 def _index(figure: Any, _: Runs, measured: Path) -> bool:
     """What an eviction decision takes, from the eviction benchmark's result file."""
-    try:
-        cases = json.loads((measured / "eviction-cost.json").read_text())["cases"]
-    except (OSError, ValueError, KeyError):
+    result = measured_result(measured / "eviction-cost.json")
+    if result is None:
         return False
     axes = figure.subplots()
     for number, policy in enumerate(("scan", "scan-numpy", "next-use")):
         points = sorted(
             (case["params"]["blocks"], case["metrics"]["decision_mean_ms"])
-            for case in cases
+            for case in result["cases"]
             if case["params"].get("policy") == policy
         )
         if points:

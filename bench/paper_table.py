@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from liveserve.bench.result_file import ratio_of
+
 STOCK, NO_OFFLOAD, LIVE = "stock", "stock-no-offload", "liveserve"
 # Parts whose settings the paper's averages "over all settings" are compared with.
 COMPARED = ("load", "load-ming", "data", "arrivals", "barge-in")
@@ -89,12 +91,7 @@ def ratios_of(cases: Cases) -> dict[str, dict[str, Any]]:
     def put(name: str, values: Iterable[float | None], better: str) -> None:
         seen = [value for value in values if value is not None]
         if seen:
-            found[name] = {
-                "value": statistics.fmean(seen),
-                "low": min(seen),
-                "high": max(seen),
-                "better": better,
-            }
+            found[name] = ratio_of(seen, better)
 
     put("ttfp_p90_speedup", compared(runs, "ttfp_p90_s"), "higher")
     put("ttfp_p50_speedup", compared(runs, "ttfp_p50_s"), "higher")
@@ -257,7 +254,7 @@ class Measured(NamedTuple):
 def measured_rows(folder: Path) -> list[Measured]:
     """What result files under ``folder`` say of the same; a file that is missing has no line."""
     found = []
-    cost = _result(folder / "eviction-cost.json")
+    cost = measured_result(folder / "eviction-cost.json")
     if cost is not None:
         by_policy = {
             case["params"]["policy"]: case["metrics"]
@@ -277,7 +274,7 @@ def measured_rows(folder: Path) -> list[Measured]:
                     "eviction-cost.json",
                 )
             )
-    pair = _result(folder / "compare-ci.json")
+    pair = measured_result(folder / "compare-ci.json")
     if pair is not None:
         ratios = pair["ratios"]
         for what, theirs, names in (
@@ -295,7 +292,8 @@ def measured_rows(folder: Path) -> list[Measured]:
     return found
 
 
-def _result(path: Path) -> dict[str, Any] | None:
+def measured_result(path: Path) -> dict[str, Any] | None:
+    """A result file; None where there is none."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -57,6 +58,16 @@ def build_result(
     return result
 
 
+def ratio_of(values: Sequence[float], better: str) -> dict[str, Any]:
+    """An entry of ``ratios``: the mean of ``values`` (one at least), their least and their most."""
+    return {
+        "value": statistics.fmean(values),
+        "low": min(values),
+        "high": max(values),
+        "better": better,
+    }
+
+
 def validate_result(result: Mapping[str, Any]) -> None:
     """Check an object against the format.
 
@@ -98,10 +109,33 @@ def validate_result(result: Mapping[str, Any]) -> None:
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write ``result`` to ``path`` in one step: readers see the old file or the new one, whole."""
     validate_result(result)
+    write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` in one step; folders on the way are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def read_result(path: Path, bench: str) -> dict[str, Any]:
+    """A result file of ``bench``.
+
+    Raises:
+        ValueError: it cannot be read, is no result file, or is another benchmark's; names it.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        validate_result(result)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: no result file: {error}") from None
+    if result["bench"] != bench:
+        raise ValueError(f"{path}: is of 'bench {result['bench']}', not of 'bench {bench}'")
+    return result
 
 
 def git_state() -> tuple[str | None, bool | None]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from liveserve.bench.compute_load import DecodeLoop
-from liveserve.kernels.base import CheckedCopy, CopyMethod, CopyRequest, Direction
+from liveserve.kernels.base import CopyMethod, CopyRequest, Direction
 from liveserve.kernels.calibrate import Table
 from liveserve.kernels.gpu import on_gpu, on_stream
 from liveserve.kernels.layout import SLOT_ALIGN_BYTES, Int64Array, PagedCache
@@ -143,7 +143,7 @@ class Case:
                 raise RuntimeError(f"{name} {what} ({direction.value}, {self.fragment_bytes} B)")
 
 
-class ContiguousCopy(CheckedCopy):
+class ContiguousCopy(CopyMethod):
     """The raw limit of the link: whole fragments by torch's own copy, meant for few big ones."""
 
     name = "limit"
@@ -173,7 +173,7 @@ class ContiguousCopy(CheckedCopy):
                 target.copy_(source, non_blocking=True)
 
 
-class FragmentCopy(CheckedCopy):
+class FragmentCopy(CopyMethod):
     """The naive baseline: a ``cuMemcpyAsync`` for each fragment of each block."""
 
     name = "cudaMemcpyAsync"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +21,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from liveserve.bench.result_file import build_result, write_result
-from liveserve.bench.simulator.costs import PRESETS as COSTS
+from liveserve.bench.result_file import build_result, ratio_of, write_result, write_whole
+from liveserve.bench.simulator.command import (
+    add_input_arguments,
+    cores,
+    pairs_of,
+    require_least,
+)
 from liveserve.bench.simulator.costs import load_costs
 from liveserve.bench.simulator.model import TALKER, CostModel, ModelError, SimConfig, system
 from liveserve.bench.simulator.simulate import Job, metrics_of, simulate_all
-from liveserve.bench.simulator.workloads import PRESETS as WORKLOADS
 from liveserve.bench.simulator.workloads import WorkloadSpec, build, spec_of
 from liveserve.bench.terminal import print_table, progress
 from liveserve.bench.traces import TraceError
@@ -242,32 +245,7 @@ def pareto(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workload",
-        default="barge-in",
-        metavar="NAME|FILE",
-        help=f"{', '.join(WORKLOADS)}, a .json spec, or a trace (%(default)s)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="of the workload's spec: sessions=300, concurrency=200, …",
-    )
-    parser.add_argument(
-        "--costs",
-        default=COSTS[0],
-        metavar="NAME|FILE",
-        help=f"{', '.join(COSTS)}, or a .json file of 'liveserve calibrate' (%(default)s)",
-    )
-    parser.add_argument(
-        "--costs-set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="of the cost model: thinker.replicas=1, link.gbps=25, …",
-    )
+    add_input_arguments(parser, "barge-in")
     parser.add_argument(
         "--config", metavar="JSON|FILE", help="the configuration to start from ({})"
     )
@@ -289,15 +267,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        for name in ("trials", "seeds", "workers"):
-            value = getattr(args, name)
-            if value is not None and value < 1:
-                raise ModelError(f"--{name} must be 1 or more, got {value}")
+        require_least(args, trials=1, seeds=1, workers=1)
         if not all(math.isfinite(gb) and gb >= 0 for gb in args.dram_gb):
             raise ModelError(f"--dram-gb must be finite and 0 or more, got {args.dram_gb}")
         base = parse_config(args.config) if args.config else LiveServeConfig()
-        spec = spec_of(args.workload, **_pairs("--set", args.set))
-        costs = load_costs(args.costs, _pairs("--costs-set", args.costs_set))
+        spec = spec_of(args.workload, **pairs_of("--set", args.set))
+        costs = load_costs(args.costs, pairs_of("--costs-set", args.costs_set))
         found = tune(
             spec,
             costs,
@@ -306,7 +281,7 @@ def run(args: argparse.Namespace) -> int:
             seeds=args.seeds,
             dram_gb=args.dram_gb,
             max_gap_s=args.max_gap_ms / 1e3,
-            workers=args.workers or len(os.sched_getaffinity(0)),
+            workers=args.workers or cores(),
         )
     except (ModelError, TraceError, ConfigError) as error:
         print(f"liveserve tune: {error}", file=sys.stderr)
@@ -324,16 +299,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pairs(flag: str, given: Sequence[str]) -> dict[str, str]:
-    pairs = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise ModelError(f"{flag} {text!r}: write FIELD=VALUE")
-        pairs[name] = value
-    return pairs
-
-
 def write_config(path: Path, config: LiveServeConfig) -> None:
     """Write what of ``config`` is not default, in one step, once it reads back as ``config``.
 
@@ -343,10 +308,7 @@ def write_config(path: Path, config: LiveServeConfig) -> None:
     text = msgspec.json.format(msgspec.json.encode(_changed(config)), indent=1).decode()
     if parse_config(text) != config:
         raise ConfigError(f"{path}: what would be written does not read back the same")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, text + "\n")
 
 
 def _changed(config: LiveServeConfig) -> dict[str, Any]:
@@ -426,8 +388,7 @@ def _result(found: Tuned, spec: WorkloadSpec, costs: CostModel) -> dict[str, Any
     ):
         before = getattr(default, objective)
         if before > 0:
-            value = getattr(chosen, objective) / before
-            ratios[name] = {"value": value, "low": value, "high": value, "better": "lower"}
+            ratios[name] = ratio_of([getattr(chosen, objective) / before], "lower")
     command = shlex.join(["liveserve", *sys.argv[1:]])
     return build_result("tune", cases, command=command, ratios=ratios, simulated=True)
 

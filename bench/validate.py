@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 import sys
 import tempfile
@@ -27,7 +26,12 @@ from rich.console import Console
 from liveserve.bench.calibrate_server import match_overheads, simulated_metrics
 from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import ServerFailed, running_server
-from liveserve.bench.result_file import build_result, validate_result, write_result
+from liveserve.bench.result_file import (
+    build_result,
+    ratio_of,
+    read_result,
+    write_result,
+)
 from liveserve.bench.sessions import SessionsConfig, run_sessions
 from liveserve.bench.simulator.costs import load_costs, save_costs
 from liveserve.bench.simulator.fit import Fit, FitError, Step, fit_steps, read_record, summary
@@ -117,8 +121,9 @@ def run(args: argparse.Namespace) -> int:
     """0: every judged figure is within the tolerance; 1: one is not, or a server failed; 2: a file
     cannot be read."""
     try:
-        cases = _recorded(args.source or args.add_to) if args.source or args.add_to else []
-    except (OSError, ValueError) as error:
+        known = args.source or args.add_to
+        cases = list(read_result(known, "validate")["cases"]) if known else []
+    except ValueError as error:
         print(f"liveserve bench validate: {error}", file=sys.stderr)
         return 2
     if args.source is None:
@@ -293,8 +298,9 @@ def _with_steps(case: Mapping[str, Any]) -> tuple[CostModel, Fit]:
         for name in names:
             sources.pop(f"{part}.{name}", None)
             if getattr(cost, name):
-                spread = 1 + max(0.05, quality.error_p50)
-                sources[f"{part}.{name}"] = f"fitted to {quality.steps} steps; within {spread:.2f}x"
+                sources[f"{part}.{name}"] = (
+                    f"fitted to {quality.steps} steps; within {quality.spread:.2f}x"
+                )
     sources["noise"] = "what the fit leaves of the steps"
     sources["noise_s"] = "steps' errors are alike for some 0.3 s (autocorrelation 0.3); within 2x"
     if fit.parallel_steps is not None:
@@ -338,23 +344,6 @@ def config_of(params: Mapping[str, Any]) -> SessionsConfig:
     return SessionsConfig(**fields)
 
 
-def _recorded(path: Path) -> list[dict[str, Any]]:
-    """The cases of a result file of this benchmark.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is none; names the file.
-    """
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        validate_result(result)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if result["bench"] != "validate":
-        raise ValueError(f"{path}: is a result of bench {result['bench']}, not validate")
-    return list(result["cases"])
-
-
 def _row(arm: str, figure: Compared) -> tuple[str, str, str, str, str]:
     judged = ""
     if figure.name in JUDGED:
@@ -370,12 +359,7 @@ def _row(arm: str, figure: Compared) -> tuple[str, str, str, str, str]:
 
 def _ratios(found: Mapping[str, Sequence[Compared]]) -> dict[str, dict[str, Any]]:
     return {
-        f"{figure.name.removesuffix('_s')}_error {arm}": {
-            "value": figure.error,
-            "low": figure.error,
-            "high": figure.error,
-            "better": "lower",
-        }
+        f"{figure.name.removesuffix('_s')}_error {arm}": ratio_of([figure.error], "lower")
         for arm, figures in found.items()
         for figure in figures
         if figure.name in JUDGED

@@ -11,7 +11,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -30,18 +30,35 @@ class Direction(enum.Enum):
     STORE = "store"
 
 
-class CopyMethod(Protocol):
-    """One way to copy. Stateless but for caches: one object serves many caches and streams."""
+class CopyMethod(ABC):
+    """One way to copy. Stateless but for caches: one object serves many caches and streams.
 
-    @property
-    def name(self) -> str:
-        """Short name, as in tables and results."""
+    Attributes:
+        name: short, as in tables and results.
+        needs: what ``supports`` asks for, as the error says it.
+    """
 
+    name: str
+    needs: str
+
+    @abstractmethod
     def available(self) -> bool:
         """Whether this machine and its packages can run the method at all."""
 
+    @abstractmethod
     def supports(self, cache: PagedCache, pool: torch.Tensor) -> bool:
         """Whether it can copy between these two (devices, alignment)."""
+
+    @abstractmethod
+    def run(
+        self,
+        request: CopyRequest,
+        cache: PagedCache,
+        pool: torch.Tensor,
+        layers: range | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Copies at least one byte between a pair that ``supports`` accepts, on ``stream``."""
 
     def copy(
         self,
@@ -74,44 +91,6 @@ class CopyMethod(Protocol):
                 refuses. Nothing has been copied then.
             RuntimeError: the driver refused the copy, or the method is not available.
         """
-
-
-class CheckedCopy(ABC):
-    """A `CopyMethod` that leaves what all of them check to this class.
-
-    Attributes:
-        needs: what ``supports`` asks for, as the error says it.
-    """
-
-    name: str
-    needs: str
-
-    @abstractmethod
-    def supports(self, cache: PagedCache, pool: torch.Tensor) -> bool:
-        """See ``CopyMethod.supports``."""
-
-    @abstractmethod
-    def run(
-        self,
-        request: CopyRequest,
-        cache: PagedCache,
-        pool: torch.Tensor,
-        layers: range | None,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        """Copies at least one byte between a pair that ``supports`` accepts, on ``stream``."""
-
-    def copy(
-        self,
-        direction: Direction,
-        cache: PagedCache,
-        pool: torch.Tensor,
-        block_ids: Ids,
-        slot_ids: Ids,
-        layers: range | None = None,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        """See ``CopyMethod.copy``."""
         request = check_copy(direction, cache, pool, block_ids, slot_ids, layers)
         if not self.supports(cache, pool):
             raise ValueError(self.needs)

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
+from liveserve.kernels.base import CopyMethod, CopyRequest, Direction
 from liveserve.kernels.cuda_driver import (
     MAX_PITCH_BYTES,
     SRC_ACCESS_ORDER_ANY,
@@ -47,7 +47,7 @@ class CopyDriver(Protocol):
     ) -> None: ...
 
 
-class BatchCopy(CheckedCopy):
+class BatchCopy(CopyMethod):
     """See ``CopyMethod``. One ``cuMemcpyBatchAsync`` for a copy, or (``batched=False``) a
     ``cuMemcpy2DAsync`` for each run of evenly spaced pieces.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
+from liveserve.kernels.base import CopyMethod, CopyRequest, Direction
 from liveserve.kernels.gpu import DeviceTables, ids_on_device, on_gpu, on_stream
 from liveserve.kernels.layout import SLOT_ALIGN_BYTES, PagedCache
 
@@ -153,7 +153,7 @@ bulk_copy(const i64* table,      // [4, num_fragments]: base, block stride, byte
 SOURCE = TYPES + PRIMITIVES + BODY
 
 
-class RawCopy(CheckedCopy):
+class RawCopy(CopyMethod):
     """See ``CopyMethod``. For GPUs of compute capability 9.0, where CuPy is installed.
 
     The first copy compiles (a second): make one before serving.

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
+from liveserve.kernels.base import CopyMethod, CopyRequest, Direction
 from liveserve.kernels.gpu import on_stream
 from liveserve.kernels.layout import SLOT_ALIGN_BYTES, PagedCache
 
 
-class ReferenceCopy(CheckedCopy):
+class ReferenceCopy(CopyMethod):
     """See ``CopyMethod``. Needs tensor views of the planes; any device, any alignment."""
 
     name = "reference"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
+from liveserve.kernels.base import CopyMethod, CopyRequest, Direction
 from liveserve.kernels.batch_copy import BatchCopy, coalesce
 from liveserve.kernels.gpu import on_gpu
 from liveserve.kernels.layout import PagedCache
@@ -22,7 +22,7 @@ from liveserve.kernels.triton_copy import TritonCopy
 DEFAULT_HALF_BYTES = 8 * 1024 * 1024
 
 
-class StagedCopy(CheckedCopy):
+class StagedCopy(CopyMethod):
     """See ``CopyMethod``. Holds a staging buffer and a stream for each stream that it is given."""
 
     name = "staged"

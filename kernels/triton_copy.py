@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from liveserve.kernels.base import CheckedCopy, CopyRequest, Direction
+from liveserve.kernels.base import CopyMethod, CopyRequest, Direction
 from liveserve.kernels.gpu import DeviceTables, ids_on_device, on_gpu, on_stream
 from liveserve.kernels.layout import PagedCache
 
@@ -20,7 +20,7 @@ DEFAULT_WARPS = 8
 DEFAULT_TILE_BYTES = 32 * 1024
 
 
-class TritonCopy(CheckedCopy):
+class TritonCopy(CopyMethod):
     """See ``CopyMethod``. 16-byte accesses where all addresses allow, narrower ones elsewhere.
 
     The first copy compiles (seconds) and pins a little memory: make one before serving.

@@ -118,16 +118,6 @@ class Load(Generic[Hash]):
     cancelled: bool = False
     ended: bool = False
 
-    @property
-    def job(self) -> Job:
-        tickets = self.tickets
-        return Job(
-            self.number,
-            self.kind,
-            tuple(t.gpu_block for t in tickets),
-            tuple(t.slot for t in tickets),
-        )
-
 
 @dataclass(eq=False, slots=True)
 class _Wait(Generic[Hash]):
@@ -299,21 +289,17 @@ class KvManager(Generic[Hash]):
         if wait is not None:
             self._leave(request_id, wait)
 
-    def preload(
-        self, keys: Sequence[Hash], session: Hashable, now_s: float, max_blocks: int | None = None
-    ) -> Load[Hash] | None:
+    def preload(self, keys: Sequence[Hash], session: Hashable) -> Load[Hash] | None:
         """Begin to load what of ``keys``, prefix first, is in DRAM alone: see `offloaded`.
 
-        Takes no more than ``max_blocks`` and than the GPU has to spare.
+        Takes no more than the GPU has to spare.
 
         Returns:
             the load, for `cancel` and `promote`; None: there is nothing to do or no room.
         """
         if not self.loads_on or self.broken:
             return None
-        room = self._gpu.spare()
-        room = room if max_blocks is None else min(room, max_blocks)
-        missing = self.offloaded(session, keys)[: max(0, room)]
+        missing = self.offloaded(session, keys)[: self._gpu.spare()]
         return self._load(Kind.PRELOAD, session, missing) if missing else None
 
     def offloaded(self, session: Hashable, keys: Sequence[Hash] | None = None) -> list[Hash]:
@@ -381,7 +367,7 @@ class KvManager(Generic[Hash]):
         self._hold_for_store(turn.held)
         self._turns.append(turn)
 
-    def void(self, session: Hashable, keys: Iterable[Hash]) -> None:
+    def void(self, keys: Iterable[Hash]) -> None:
         """Nobody will read ``keys`` again."""
         keys = list(keys)
         self.tier.void(keys)
@@ -444,14 +430,13 @@ class KvManager(Generic[Hash]):
         return dict(self._held)
 
     @property
-    def moving_blocks(self) -> frozenset[int]:
-        """GPU blocks that a load under way writes."""
-        return frozenset(
-            ticket.gpu_block
-            for load in self._loads.values()
-            if not load.ended
-            for ticket in load.tickets
-        )
+    def loading(self) -> int:
+        """Blocks that loads under way bring."""
+        return sum(len(load.tickets) for load in self._loads.values() if not load.ended)
+
+    def sessions(self) -> dict[str, int]:
+        """Blocks in DRAM by session, of the newest sessions."""
+        return {str(session): count for session, count in self._by_session.items() if count}
 
     def report(self) -> TierReport:
         totals, policy = self.tier.totals, self.tier.policy
@@ -462,7 +447,6 @@ class KvManager(Generic[Hash]):
             slots=self._num_slots,
             used=self.tier.in_dram,
             block_bytes=self._block_bytes,
-            sessions={str(session): count for session, count in self._by_session.items() if count},
             hits=self.totals.hits,
             preloaded=self.totals.preloaded,
             stored=totals.stored,
@@ -474,7 +458,7 @@ class KvManager(Generic[Hash]):
             evicted=dict(reasons) if reasons is not None else {policy.name: totals.evicted},
             regret=self._regret.count,
             regret_s=self._regret.window_s,
-            loading=sum(len(load.tickets) for load in self._loads.values() if not load.ended),
+            loading=self.loading,
             storing=self._storing,
             reloads=waits.count,
             reload_p50_ms=waits.percentile_ms(0.5),
@@ -598,7 +582,7 @@ class KvManager(Generic[Hash]):
         load = Load(self._next_number(), kind, session, tickets)
         self._loads[load.number] = load
         self._loading.update(dict.fromkeys(keys, load))
-        self._begin.append(load.job)
+        self._begin.append(_job(load.number, kind, tickets))
         return load
 
     def _load_ended(self, load: Load[Hash], outcome: Ended, now_s: float) -> None:
@@ -718,14 +702,7 @@ class KvManager(Generic[Hash]):
         self._stores[store.number] = store
         self._storing += len(tickets)
         turn.jobs += 1
-        self._begin.append(
-            Job(
-                store.number,
-                Kind.STORE,
-                tuple(t.gpu_block for t in tickets),
-                tuple(t.slot for t in tickets),
-            )
-        )
+        self._begin.append(_job(store.number, Kind.STORE, tickets))
 
     def _store_ended(self, store: _Store[Hash], outcome: Ended, now_s: float) -> None:
         self._storing -= len(store.tickets)
@@ -835,3 +812,7 @@ class KvManager(Generic[Hash]):
             for key in keys[depth:]:
                 if not self._regret.needed(key, now_s):
                     break
+
+
+def _job(number: int, kind: Kind, tickets: Sequence[Ticket[Hash]]) -> Job:
+    return Job(number, kind, tuple(t.gpu_block for t in tickets), tuple(t.slot for t in tickets))

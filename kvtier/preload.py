@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -154,6 +154,14 @@ class PreloadTotals:
     wasted_blocks: int = 0
 
 
+@dataclass(slots=True)
+class PreloadReport(PreloadTotals):
+    """Totals, and sessions that are wanted and jobs that have not ended by now."""
+
+    now_wanted: int = 0
+    now_loading: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class _Session:
     """What is known of a session. ``due_s``: when a prefetch is to be there.
@@ -218,6 +226,11 @@ class Preloader:
     @property
     def in_flight_bytes(self) -> int:
         return sum(job.num_blocks for job in self._jobs.values()) * self._loads.block_bytes
+
+    def report(self) -> PreloadReport:
+        return PreloadReport(
+            **asdict(self.totals), now_wanted=self.num_wanted, now_loading=self.num_jobs
+        )
 
     def left_s(self, session: Hashable, now_s: float) -> float | None:
         """Predicted seconds until the language stage asks for the session's history; None: nothing

@@ -15,7 +15,6 @@ class TierReport:
     Attributes:
         policy: name of the policy that chooses its victims.
         slots, used: of the pool; ``block_bytes`` each.
-        sessions: blocks in DRAM by session, of the newest sessions.
         hits: found in DRAM by a request, whether it waited for them or they had been preloaded.
         preloaded: loaded without a request.
         refused: stores for which no slot could be had.
@@ -29,7 +28,6 @@ class TierReport:
     slots: int = 0
     used: int = 0
     block_bytes: int = 0
-    sessions: dict[str, int] = field(default_factory=dict)
     hits: int = 0
     preloaded: int = 0
     stored: int = 0

@@ -43,10 +43,6 @@ class Companion(Protocol):
                 published then.
         """
 
-    def row_bytes_per_block(self) -> int:
-        """Bytes of a block's rows, to be counted on top of its KV. Until rows were seen: what is
-        expected of the model."""
-
 
 class RowStore:
     """Rows of up to ``num_slots`` blocks. One owner: not thread-safe.

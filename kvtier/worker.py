@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from liveserve.kernels.layout import PagedCache
 from liveserve.kvtier.jobs import Ended, Job
 from liveserve.kvtier.links import open_link
-from liveserve.kvtier.pool import HostPool
+from liveserve.kvtier.pool import GIB, HostPool, slots_in
 from liveserve.kvtier.transfer import TransferEngine
 from liveserve.kvtier.transfer_base import ChecksumError, Kind, Ready, Transfer, TransferError
 
@@ -197,6 +197,4 @@ def slots_for(dram_bytes: int, cache: PagedCache, row_bytes: int = 0) -> int:
     Raises:
         PoolError: not even one.
     """
-    from liveserve.kvtier.pool import GIB, slots_in
-
     return slots_in(dram_bytes / GIB, cache.slot_bytes + row_bytes)

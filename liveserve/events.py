@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 from liveserve.config import Switches
+from liveserve.kvtier.preload import PreloadReport
+from liveserve.kvtier.report import TierReport
 from liveserve.scheduler.views import SessionView
 
 
@@ -170,52 +172,6 @@ class KvSessionRow(msgspec.Struct):
     reply_gap_s: float | None = None
 
 
-class DramRow(msgspec.Struct):
-    """`liveserve.kvtier.report.TierReport`, without its sessions."""
-
-    policy: str = ""
-    slots: int = 0
-    used: int = 0
-    block_bytes: int = 0
-    hits: int = 0
-    preloaded: int = 0
-    stored: int = 0
-    store_failed: int = 0
-    refused: int = 0
-    loaded: int = 0
-    load_failed: int = 0
-    corrupt: int = 0
-    evicted: dict[str, int] = {}
-    regret: int = 0
-    regret_s: float = 0.0
-    loading: int = 0
-    storing: int = 0
-    reloads: int = 0
-    reload_p50_ms: float = 0.0
-    reload_p90_ms: float = 0.0
-    reload_max_ms: float = 0.0
-    errors: int = 0
-
-
-class PreloadRow(msgspec.Struct):
-    """`liveserve.kvtier.preload.PreloadTotals`, and sessions that are wanted and jobs that have not
-    ended by now."""
-
-    wanted: dict[str, int] = {}
-    admitted: int = 0
-    partial: int = 0
-    refused: dict[str, int] = {}
-    cancelled: dict[str, int] = {}
-    hits: int = 0
-    late: int = 0
-    short: int = 0
-    admitted_blocks: int = 0
-    loaded_blocks: int = 0
-    wasted_blocks: int = 0
-    now_wanted: int = 0
-    now_loading: int = 0
-
-
 class KvSnapshot(msgspec.Struct):
     """An engine's prefix cache and the tier behind it. What is counted counts since the start.
 
@@ -246,8 +202,8 @@ class KvSnapshot(msgspec.Struct):
     signals_stale: bool = False
     signals_stale_total: int = 0
     sessions_known: int = 0
-    dram: DramRow | None = None
-    preload: PreloadRow | None = None
+    dram: TierReport | None = None
+    preload: PreloadReport | None = None
 
 
 class PressureSnapshot(msgspec.Struct):

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from liveserve.events import Event, EventKind, Prefetch, PreloadRow
-from liveserve.kvtier.preload import Cause, Preloader, PreloadLimits
+from liveserve.events import Event, EventKind, Prefetch
+from liveserve.kvtier.preload import Cause, Loads, Preloader, PreloadLimits
 from liveserve.scheduler.views import SessionView
 
 if TYPE_CHECKING:
@@ -41,13 +41,11 @@ class TierLoads:
         gbps: float,
         block_bytes: int,
         room: Callable[[int, float], int],
-        clock: Callable[[], float],
     ) -> None:
         self.block_bytes = block_bytes
         self._manager = manager
         self._bytes_per_s = gbps * 1e9
         self._room = room
-        self._clock = clock
 
     def offloaded(self, session: Hashable, keys: Sequence[Hashable] | None) -> Sequence[Hashable]:
         return self._manager.offloaded(session, keys)
@@ -56,11 +54,11 @@ class TierLoads:
         return self._room(count, wait_s)
 
     def estimate_s(self, num_bytes: int) -> float:
-        ahead = len(self._manager.moving_blocks) * self.block_bytes
+        ahead = self._manager.loading * self.block_bytes
         return (ahead + num_bytes) / self._bytes_per_s
 
     def preload(self, keys: Sequence[Hashable], session: Hashable) -> Hashable | None:
-        return self._manager.preload(keys, session, self._clock())
+        return self._manager.preload(keys, session)
 
     def cancel(self, job: Hashable) -> None:
         self._manager.cancel(cast("Load[Any]", job))
@@ -81,13 +79,12 @@ class KvPreload:
 
     def __init__(
         self,
-        loads: TierLoads,
+        loads: Loads,
         limits: PreloadLimits,
         is_on: Callable[[], bool],
         keys_of: Callable[[Sequence[int]], Sequence[Hashable]],
     ) -> None:
         self.preloader = Preloader(loads, limits)
-        self._loads = loads
         self._is_on = is_on
         self._keys_of = keys_of
         # Sessions whose speech is detected: audio alone says nothing, as silence is sent too.
@@ -149,16 +146,3 @@ class KvPreload:
     def ended(self, load: Load[Any], num_loaded: int, now_s: float) -> None:
         """A load is over, preload or not."""
         self.preloader.ended(load, num_loaded, now_s)
-
-    def row(self) -> PreloadRow:
-        totals = self.preloader.totals
-        same = {
-            name: getattr(totals, name)
-            for name in PreloadRow.__struct_fields__
-            if hasattr(totals, name)
-        }
-        return PreloadRow(
-            **same,
-            now_wanted=self.preloader.num_wanted,
-            now_loading=self.preloader.num_jobs,
-        )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from liveserve.events import DramRow, Event, EventKind, KvSessionRow, KvSnapshot
+from liveserve.events import Event, EventKind, KvSessionRow, KvSnapshot
 from liveserve.kvtier.next_use import NextUse
 from liveserve.kvtier.report import TierReport
 from liveserve.scheduler.views import Phase, SessionView
@@ -41,11 +41,10 @@ class KvSignals:
 
     Args:
         max_sessions: the longest silent one is forgotten beyond that.
-        next_use: where it goes; a new one if not given.
     """
 
-    def __init__(self, max_sessions: int, next_use: NextUse | None = None) -> None:
-        self.next_use = next_use or NextUse(max_sessions)
+    def __init__(self, max_sessions: int) -> None:
+        self.next_use = NextUse(max_sessions)
         self.stale = False
         self.stale_total = 0
         self._max = max_sessions
@@ -161,14 +160,18 @@ class DramTier(Protocol):
 
     def report(self) -> TierReport: ...
 
+    def sessions(self) -> dict[str, int]:
+        """Blocks in DRAM by session, of the newest sessions."""
+        ...
+
 
 @dataclass(slots=True)
 class KvStage:
     """KV of one engine: `StageRuntime.kv`.
 
     Attributes:
-        on_void: told of a session and the hash keys of what it will not read again, before those
-            hashes leave the prefix cache.
+        on_void: told of the hash keys of what nobody will read again, before those hashes leave
+            the prefix cache.
         tier: set by the connector.
         preload: likewise.
     """
@@ -178,7 +181,7 @@ class KvStage:
     now_s: Callable[[], float]
     tier: DramTier | None = None
     preload: KvPreload | None = None
-    on_void: list[Callable[[str, list[bytes]], None]] = field(default_factory=list)
+    on_void: list[Callable[[list[bytes]], None]] = field(default_factory=list)
     _made: tuple[float, KvSnapshot] | None = field(default=None, repr=False)
 
     @property
@@ -191,11 +194,11 @@ class KvStage:
         if fail_closed is not None:
             self.signals.follow(fail_closed)
 
-    def void(self, session: str, keys: list[bytes]) -> None:
+    def void(self, keys: list[bytes]) -> None:
         """Nobody will read ``keys`` again: an unheard suffix."""
         for told in self.on_void:
             try:
-                told(session, keys)
+                told(keys)
             except Exception:
                 logger.exception("LiveServe: the KV tier keeps what nobody will read")
 
@@ -211,19 +214,16 @@ class KvStage:
         )
         self.gpu.fill(snapshot)
         if self.tier is not None:
-            report = self.tier.report()
-            snapshot.dram = DramRow(
-                **{name: getattr(report, name) for name in DramRow.__struct_fields__}
-            )
+            snapshot.dram = self.tier.report()
         if self.preload is not None:
-            snapshot.preload = self.preload.row()
+            snapshot.preload = self.preload.preloader.report()
         self._made = now_s, snapshot
         return snapshot
 
     def session_rows(self, limit: int) -> list[KvSessionRow]:
         """Sessions that have blocks, most blocks first, ``limit`` at most."""
         gpu = self.gpu.sessions(limit)
-        dram = self.tier.report().sessions if self.tier is not None else {}
+        dram = self.tier.sessions() if self.tier is not None else {}
         now_s = self.now_s()
         rows = [
             self._row(session, gpu.get(session, 0), dram.get(session, 0), now_s)

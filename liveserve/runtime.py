@@ -288,6 +288,13 @@ class StageRuntime:
         self._chunk_frames = policy.largest
         return policy
 
+    def chunk_time_moved(self) -> bool:
+        """Whether the measured chunk time is a tenth off the one that the bounds of holds have."""
+        if not self.sent_s or not self.switches.chunking:
+            return False
+        known_s = self._chunk_time_s
+        return known_s is None or abs(self._measured_chunk_s() - known_s) > 0.1 * known_s
+
     def waiting(self) -> Iterable[RequestLike]:
         """Requests that wait and could run."""
         return (r for r in self._queues.waiting() if self._queues.can_run(r))
@@ -492,13 +499,12 @@ class StageRuntime:
 
     def _follow_chunk_time(self) -> None:
         """Let the bounds of holds follow the measured chunk time, in steps of a tenth."""
-        if not self.sent_s or not self.switches.chunking:
-            return
-        time_s = self.chunk_times.lead_s(self._chunk_frames, self.config.chunks)
-        known_s = self._chunk_time_s
-        if known_s is None or abs(time_s - known_s) > 0.1 * known_s:
-            self._chunk_time_s = time_s
+        if self.chunk_time_moved():
+            self._chunk_time_s = self._measured_chunk_s()
             self._set_policy()
+
+    def _measured_chunk_s(self) -> float:
+        return self.chunk_times.lead_s(self._chunk_frames, self.config.chunks)
 
     def preload(self, act: Callable[[KvPreload], object]) -> None:
         """``act`` on what decides on preloads, if there is any; after a failure there is none."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from liveserve.scheduler.pacing import may_hold
 from liveserve.scheduler.policy_config import PolicyConfig
 
 
@@ -100,11 +101,6 @@ class State(NamedTuple):
     moves: int = 0
 
 
-# Windows that do not speak against a direction, after which it counts as kept.
-_LASTED = 8
-_RARE = 0.02  # as `liveserve.scheduler.pacing`: who interrupts more rarely counts as who never does
-
-
 def wanted(state: State, seen: Observation, bounds: Bounds) -> int:
     """What a window asks for: 1 up, -1 down, 0 nothing.
 
@@ -115,7 +111,7 @@ def wanted(state: State, seen: Observation, bounds: Bounds) -> int:
     if wait > wait_bound:
         # Nothing to give back early in a pool that is nearly empty: they wait for something else.
         return -1 if seen.kv_usage is None or seen.kv_usage > 0.1 else 0
-    interrupts = seen.barge_in_rate is None or seen.barge_in_rate > _RARE
+    interrupts = seen.barge_in_rate is None or may_hold(False, seen.barge_in_rate)
     waste_bound = bounds.waste_low if state.asked > 0 else bounds.waste_high
     if seen.responses and interrupts and waste > waste_bound:
         return 1

@@ -43,6 +43,16 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
     deliveries: float = 8.0
     margin_s: float = 0.3
 
+    def within(self, first: int, largest: int) -> ChunkPolicy:
+        """These sizes between a deployment's own first and largest one."""
+        return msgspec.structs.replace(
+            self,
+            first=first,
+            smallest=min(self.smallest, largest),
+            small=min(self.small, largest),
+            largest=largest,
+        )
+
 
 class ChunkTimes:
     """What frames and deliveries take now, averaged over the requests of a stage.

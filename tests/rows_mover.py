@@ -100,7 +100,7 @@ class RowsMover(KVConnectorBase_V1, SupportsHMA):
         self.rows.restore(slots, new)
         logger.warning(
             "%s %d blocks, %d bytes of rows each, %d expected, keys %s", MOVED, len(moves),
-            self.rows.row_bytes_per_block(),
+            self.rows.store.bytes_per_slot,
             omni_rows.expected_bytes_per_block(self._vllm_config), sorted(mirror),
         )  # fmt: skip
 

@@ -455,7 +455,7 @@ def preloaded(folder: Path, tokens: Tokens) -> dict[str, Any]:
         fill(driver)
         tier = manager(driver)
         keys = tier.offloaded("first")
-        load = tier.preload(keys, "first", time.monotonic())
+        load = tier.preload(keys, "first")
         settle(driver)
         found = {"keys": len(keys), "ended": load.ended, "left": tier.offloaded("first")}
         found["same"] = ask(driver, "second", history) == tokens(history)

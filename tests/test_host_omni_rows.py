@@ -358,11 +358,10 @@ def test_bad_blocks(blocks, slots, message):
 
 def test_bytes_of_a_block():
     stage = Stage()
-    rows = OmniRows(stage.rows.store, lambda: stage.mirror, expected_bytes=100)
-    assert rows.row_bytes_per_block() == 100
+    assert stage.rows.store.bytes_per_slot == 0
     stage.step({"a": (1, [1], 0)}, {"a": 4})
-    rows.save([1], [0])
-    assert rows.row_bytes_per_block() == BLOCK * 4 * (WIDTH + WIDTH + 1)
+    stage.rows.save([1], [0])
+    assert stage.rows.store.bytes_per_slot == BLOCK * 4 * (WIDTH + WIDTH + 1)
 
 
 # --- the seam

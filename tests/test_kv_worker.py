@@ -79,9 +79,6 @@ class Rows:
     def restore(self, slot_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         self._tell("restore", block_ids, slot_ids)
 
-    def row_bytes_per_block(self) -> int:
-        return 0
-
     def _tell(self, what: str, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.told.append((what, tuple(blocks), tuple(slots)))
         if self.fails:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from liveserve.bench.records import ResponseRecord
-from liveserve.bench.result_file import build_result, write_result
+from liveserve.bench.result_file import build_result, ratio_of, write_result
 from liveserve.bench.simulator.costs import PRESETS as COSTS
 from liveserve.bench.simulator.costs import load_costs
 from liveserve.bench.simulator.model import ModelError, SimConfig, System, Workload, system
@@ -63,10 +63,11 @@ class Kept(NamedTuple):
     samples: list[Sample]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_input_arguments(parser: argparse.ArgumentParser, workload: str) -> None:
+    """What a simulation is given: users (``workload`` by default) and costs."""
     parser.add_argument(
         "--workload",
-        default="interaction",
+        default=workload,
         metavar="NAME|FILE",
         help=f"{', '.join(WORKLOADS)}, a .json spec, or a trace (%(default)s)",
     )
@@ -90,6 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH=VALUE",
         help="of the cost model: thinker.replicas=1, link.gbps=25, …",
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_input_arguments(parser, "interaction")
     parser.add_argument(
         "--systems",
         nargs="+",
@@ -116,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     except (ModelError, TraceError, ConfigError) as error:
         print(f"liveserve simulate: {error}", file=sys.stderr)
         return 2
-    workers = args.workers or len(os.sched_getaffinity(0))
+    workers = args.workers or cores()
     with progress("simulate", len(jobs)) as advance:
         try:
             kept: list[Kept] = simulate_all(
@@ -152,13 +157,10 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     Raises:
         ModelError, TraceError, ConfigError: an argument makes no sense; names it.
     """
-    for name, least in (("seeds", 1), ("seed", 0), ("workers", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ModelError(f"--{name} must be {least} or more, got {value}")
+    require_least(args, seeds=1, seed=0, workers=1)
     systems: list[System] = [system(name) for name in dict.fromkeys(args.systems)]
-    changes = _pairs("--set", args.set)
-    costs = load_costs(args.costs, _pairs("--costs-set", args.costs_set))
+    changes = pairs_of("--set", args.set)
+    costs = load_costs(args.costs, pairs_of("--costs-set", args.costs_set))
     fields: dict[str, Any] = {"max_gap_s": args.max_gap_ms / 1e3}
     if args.ttfp_slo is not None:
         fields["ttfp_slo_s"] = args.ttfp_slo
@@ -180,7 +182,27 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     return jobs
 
 
-def _pairs(flag: str, given: Sequence[str]) -> dict[str, str]:
+def cores() -> int:
+    """How many processes can simulate at once."""
+    return len(os.sched_getaffinity(0))
+
+
+def require_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises:
+    ModelError: a flag that was given is below its least value; names it.
+    """
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and value < bound:
+            raise ModelError(f"--{name} must be {bound} or more, got {value}")
+
+
+def pairs_of(flag: str, given: Sequence[str]) -> dict[str, str]:
+    """``FIELD=VALUE`` texts of ``flag`` as a mapping.
+
+    Raises:
+        ModelError: one is none; quotes it.
+    """
     pairs = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -251,12 +273,7 @@ def ratios_of(
                     values.append(second / first)
             if values:
                 name = ratio if len(systems) == 2 else f"{ratio}_{other.replace('-', '_')}"
-                found[name] = {
-                    "value": sum(values) / len(values),
-                    "low": min(values),
-                    "high": max(values),
-                    "better": better,
-                }
+                found[name] = ratio_of(values, better)
     return found
 
 

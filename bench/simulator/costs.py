@@ -9,7 +9,6 @@ is worth under that doubt. Figures without a spread are settings of the deployme
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from liveserve.bench.result_file import write_whole
 from liveserve.bench.simulator.model import CostModel, ModelError, check_costs, read_costs
 
 _SPREAD = re.compile(r"; within (\d+(?:\.\d+)?)x$")
@@ -288,10 +288,7 @@ def save_costs(path: Path, costs: CostModel) -> None:
         ModelError: a figure makes no sense; nothing is written.
     """
     check_costs(costs)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=1) + b"\n")
-    partial.replace(path)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(costs), indent=1).decode() + "\n")
 
 
 def spreads(costs: CostModel) -> dict[str, float]:

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from liveserve.bench.simulator.model import ModelError, StepCost, VocoderCost
+from liveserve.bench.simulator.model import STAGES, StepCost, VocoderCost
 
-STAGES = ("thinker", "talker", "code2wav")
 # The host works between the steps of a busy stage. A longer pause means that there was no work;
 # where the next step goes on with a request of this one, only a still longer one does.
 _IDLE_S, _GOING_ON_S = 0.005, 0.03
@@ -77,6 +76,11 @@ class Quality:
     error_p90: float
     bias: float
     noise: float
+
+    @property
+    def spread(self) -> float:
+        """The factor within which its costs are believed to lie."""
+        return 1 + max(0.05, self.error_p50)
 
 
 @dataclass
@@ -382,7 +386,6 @@ __all__ = [
     "MIN_STEPS",
     "Fit",
     "FitError",
-    "ModelError",
     "Quality",
     "Step",
     "fit_steps",

@@ -183,7 +183,6 @@ class CachingPool:
         slots = dram_bytes // self.block_bytes if system.offload else 0
         self._offload = slots > 0 and caching
         dram_policy = make_policy(system.eviction, max(1, slots), estimator)
-        self.dram_slots = slots
         self.tier: Tier[int] = Tier(SlotAllocator(max(1, slots)), dram_policy)
         self.to_gpu, self.to_dram = Link(link, at), Link(link, at)
         self._unheard = system.live and system.switches.unheard

@@ -19,11 +19,8 @@ from liveserve.bench.player import Gap
 from liveserve.bench.records import ResponseRecord, SessionRecord
 from liveserve.bench.sessions import SessionsConfig
 from liveserve.bench.simulator.model import CostModel, ModelError, Session, Turn, Workload
+from liveserve.bench.simulator.workloads import AUDIO_TOKENS_PER_S, TEMPLATE_TOKENS
 from liveserve.bench.workload import Utterance, arrival_times_s, load_utterances, plan_session
-
-# The host's prompt around an utterance, and the audio tokens of a second (see `workloads`).
-TEMPLATE_TOKENS = 16
-AUDIO_TOKENS_PER_S = 12.5
 
 
 class Pace(NamedTuple):

@@ -9,11 +9,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from typing import Any, NamedTuple
-
-import msgspec
 
 from liveserve.bench.metrics import aggregate, percentiles
 from liveserve.bench.records import ResponseRecord, SessionRecord
@@ -77,15 +75,24 @@ def simulate(
     if isinstance(system, str):
         system = named_system(system)
     world = run_world(workload, costs, system, config, seed)
+    return Result(
+        workload.name,
+        costs.name,
+        system.name,
+        seed,
+        world.records,
+        world.sessions,
+        world_metrics(world),
+        world.samples,
+    )
+
+
+def world_metrics(world: World) -> dict[str, Any]:
+    """The metrics of a world that has run."""
+    config = world.config
     starts_s = [s.start_s for s in world.sessions]
     ends_s = [s.end_s if s.end_s is not None else world.now_s for s in world.sessions]
     span_s = max(ends_s, default=0.0) - min(starts_s, default=0.0)
-    made = {
-        stage: msgspec.structs.asdict(totals)
-        if isinstance(totals, msgspec.Struct)
-        else {name: getattr(totals, name) for name in totals.__dataclass_fields__}
-        for stage, totals in sorted(world.tracker.totals.stages.items())
-    }
     metrics = aggregate(
         world.records,
         world.sessions,
@@ -96,20 +103,12 @@ def simulate(
             "0": sum(engine.tokens for engine in world.thinkers),
             "1": sum(engine.tokens for engine in world.talkers),
         },
-        stage_made=made,
-        codec_frame_rate_hz=costs.frame_rate_hz,
+        stage_made={
+            stage: asdict(totals) for stage, totals in sorted(world.tracker.totals.stages.items())
+        },
+        codec_frame_rate_hz=world.costs.frame_rate_hz,
     )
-    metrics |= extra_metrics(world, span_s)
-    return Result(
-        workload.name,
-        costs.name,
-        system.name,
-        seed,
-        world.records,
-        world.sessions,
-        metrics,
-        world.samples,
-    )
+    return metrics | extra_metrics(world, span_s)
 
 
 def run_world(

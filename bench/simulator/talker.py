@@ -35,15 +35,7 @@ class Talker(ArEngine):
             world.system.live and world.system.switches.lookahead
         )
         if self._chunking and runtime is not None:
-            ours, most_frames = runtime.config.chunks, costs.chunk_frames
-            self._sizes = ChunkPolicy(
-                first=costs.first_chunk_frames,
-                smallest=min(ours.smallest, most_frames),
-                small=min(ours.small, most_frames),
-                largest=most_frames,
-                deliveries=ours.deliveries,
-                margin_s=ours.margin_s,
-            )
+            self._sizes = runtime.config.chunks.within(costs.first_chunk_frames, costs.chunk_frames)
 
     def _fed(self, batch: list[Request]) -> int:
         if not self.cost.step.per_fed_s:
@@ -198,8 +190,6 @@ class Talker(ArEngine):
             elif self._alternates and not answer.text_over:
                 request.skip = other = True
         self.tokens += len(batch)
-        if chunking and runtime is not None and runtime.sent_s and not self.dirty:
-            time_s = self._times.lead_s(runtime._chunk_frames, runtime.config.chunks)
-            known_s = runtime._chunk_time_s
-            self.dirty = known_s is None or abs(time_s - known_s) > 0.1 * known_s
+        if chunking and runtime is not None and not self.dirty:
+            self.dirty = runtime.chunk_time_moved()
         return other

@@ -21,7 +21,7 @@ class Vocoder(Engine):
     def __init__(self, world: World, stage: int, name: str, cost: VocoderCost) -> None:
         super().__init__(world, stage, name, cost.max_requests)
         self.cost = cost
-        self.chunks_made = self.frames_made = 0
+        self.frames_made = 0
         self._batch: list[Request] = []
         self._chooses = (
             self.runtime is not None and world.system.one_shot and world.system.switches.order
@@ -120,7 +120,6 @@ class Vocoder(Engine):
             if request.gone:
                 continue
             _, frames, total, last = request.chunks.popleft()
-            self.chunks_made += 1
             self.frames_made += frames
             request.ready_s = now_s
             request.blocked = not request.chunks

@@ -48,8 +48,6 @@ from liveserve.session import SessionTable, SessionTracker
 _NEVER = 1 << 60
 # Events that matter only to engines that work for their session.
 _MINOR = frozenset({EventKind.PLAYBACK, EventKind.RATE, EventKind.REPLY_GAP, EventKind.TEXT_PACE})
-
-
 # Events that a preload can follow from.
 _PRELOADS = frozenset(
     {
@@ -67,16 +65,12 @@ class Sample(msgspec.Struct, frozen=True):
 
     at_s: float
     sessions: int
-    thinker_running: int
-    thinker_waiting: int
     talker_running: int
-    talker_waiting: int
     talker_held: int
     vocoder_chunks: int
     gpu_used_blocks: int
     gpu_cached_blocks: int
     dram_blocks: int
-    link_queue_bytes: int
 
 
 class World:
@@ -288,16 +282,12 @@ class World:
             Sample(
                 now_s,
                 self._open,
-                total(self.thinkers, lambda e: len(e.running)),
-                total(self.thinkers, lambda e: len(e.waiting)),
                 total(self.talkers, lambda e: len(e.running)),
-                total(self.talkers, lambda e: len(e.waiting)),
                 total(self.talkers, lambda e: len(e.held)),
                 total(self.vocoders, lambda e: sum(len(r.chunks) for r in e.sessions.values())),
                 total(self.thinkers, lambda e: e.pool.used),
                 total(self.thinkers, lambda e: e.pool.cached),
                 total(self.thinkers, lambda e: e.pool.tier.in_dram),
-                total(self.thinkers, lambda e: e.pool.to_gpu.waiting_bytes),
             )
         )
         if self._heap:
@@ -481,7 +471,6 @@ class Answer:
         self.complete = False  # all of it was routed
         self.routed_any = False
         self._said = False  # when the user will speak over it is known
-        self._acking = False
         self._last_packet_s = 0.0
         self._lead_sum_s = self._lead_max_s = 0.0
         self._leads = 0
@@ -628,7 +617,6 @@ class Answer:
         if record.first_audio_s is None:
             record.first_audio_s = now_s
             if self.user.plan.acks and world.system.live:
-                self._acking = True
                 world.at(now_s + world.config.ack_interval_s, self._ack, None)
         record.last_audio_s = now_s
         lead_s = player.routed_s - player.position_s(now_s)

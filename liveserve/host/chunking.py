@@ -137,15 +137,8 @@ def _sizes(transfer_manager: Any, runtime: StageRuntime) -> tuple[ChunkPolicy, i
     raw = getattr(transfer_manager.connector, "config", None) or {}
     extra = raw.get("extra", raw) if isinstance(raw, Mapping) else {}
     largest = int(extra.get("codec_chunk_frames", 25))
-    ours = runtime.config.chunks
-    policy = ChunkPolicy(
-        first=int(extra.get("initial_codec_chunk_frames") or 0) or largest,
-        smallest=min(ours.smallest, largest),
-        small=min(ours.small, largest),
-        largest=largest,
-        deliveries=ours.deliveries,
-        margin_s=ours.margin_s,
-    )
+    first = int(extra.get("initial_codec_chunk_frames") or 0) or largest
+    policy = runtime.config.chunks.within(first, largest)
     return runtime.sized(policy), int(extra.get("codec_left_context_frames", 25))
 
 

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from liveserve.config import KvConfig, LiveServeConfig, Switches, from_env
-from liveserve.host import kv_flags, versions
+from liveserve.host import kv_flags, omni_rows, versions
 from liveserve.host.kv_prefix import prefix_keys
 from liveserve.host.seam import SeamError, expect
 from liveserve.host.sessions import session_of
@@ -235,8 +235,6 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._keys: dict[str, list[bytes]] = {}
         self._long: dict[str, Request] = {}
         self._running = 0
-        self._next_use = NextUse()  # knows nothing; where there is no runtime
-        self._failed_once = False
         self._waited = ""  # the first request that waited after the last round
         self._usable = self._check()
 
@@ -291,7 +289,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         settings = self._settings
         try:
             cache = describe(kv_caches, self._kv_cache_config.num_blocks)
-            rows, row_bytes = self._rows()
+            row_bytes = omni_rows.expected_bytes_per_block(self._vllm_config)
         except (SeamError, ValueError) as error:
             self._no_tier(error)
             return
@@ -300,7 +298,9 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         if checksums is None:
             checksums = cache.device == "cpu"
         try:
-            companion = rows(num_slots, checksums) if rows is not None else None
+            companion = omni_rows.companion(
+                self._vllm_config, num_slots=num_slots, checksums=checksums
+            )
         except SeamError as error:
             self._no_tier(error)
             return
@@ -319,21 +319,6 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
             num_slots * self._block_bytes / 2**30,
             self._block_bytes,
         )
-
-    def _rows(self) -> tuple[Callable[[int, bool], Any] | None, int]:
-        """Makes the companion rows' keeper, where blocks have rows; bytes of a block's."""
-        if versions.installed("vllm-omni") is None:
-            return None, 0
-        from liveserve.host import omni_rows
-
-        if not omni_rows.has_rows(self._vllm_config):
-            return None, 0
-        row_bytes = omni_rows.expected_bytes_per_block(self._vllm_config)
-        return (
-            lambda num_slots, checksums: omni_rows.companion(
-                self._vllm_config, num_slots=num_slots, checksums=checksums
-            )
-        ), row_bytes
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self.kv_worker is None:
@@ -415,7 +400,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         policy = make_policy(
             settings.policy,
             num_slots,
-            stage.next_use if stage is not None else self._next_use,
+            stage.next_use if stage is not None else NextUse(),  # which knows nothing
             settings.safe_blocks,
         )
         block_bytes = max(1, max(worker.block_bytes for worker in workers))
@@ -438,7 +423,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         if stage is not None:
             stage.tier = self.kv_manager
             stage.follow(policy)
-            stage.on_void.append(self._void)
+            stage.on_void.append(self.kv_manager.void)
             self._attach_preload(stage, min(worker.gbps for worker in workers), block_bytes)
         self._follow_switches()
 
@@ -451,7 +436,6 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
             gbps,
             block_bytes,
             lambda count, wait_s: min(gpu.spare(), stage.gpu.spare(count, wait_s)),
-            runtime.now_s,
         )
         limits = PreloadLimits(
             max_bytes=self._settings.preload_bytes, max_sessions=self._config.max_sessions
@@ -660,18 +644,13 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         reserved = self.promised() if self.promised is not None else 0
         return max(self._running, reserved)
 
-    def _void(self, session: str, keys: list[bytes]) -> None:
-        if self.kv_manager is not None:
-            self.kv_manager.void(session, keys)
-
     def _failed(self, what: str) -> None:
         """Begin nothing new; what is under way still ends."""
         manager = self.kv_manager
         assert manager is not None
         manager.errors += 1
-        manager.broken = True
-        if not self._failed_once:
-            self._failed_once = True
+        if not manager.broken:
+            manager.broken = True
             logger.exception(
                 "LiveServe: %s failed; the KV tier begins nothing new from now on "
                 "(counted, logged once)",

@@ -72,9 +72,7 @@ def companion(
     vllm_config: Any,
     *,
     num_slots: int,
-    max_bytes: int | None = None,
     checksums: bool = False,
-    wait_s: float = WAIT_S,
 ) -> OmniRows | None:
     """The rows of the stage that this worker process runs; None: its blocks have none.
 
@@ -83,9 +81,7 @@ def companion(
     Args:
         vllm_config: the stage's.
         num_slots: slots of the DRAM pool.
-        max_bytes: memory for rows; None: as much as is expected for ``num_slots`` blocks.
         checksums: check rows when they come back.
-        wait_s: how long a save or a restore may wait for rows under way.
 
     Raises:
         SeamError: the stage has rows but the host does not look as expected: no tier here.
@@ -93,19 +89,13 @@ def companion(
     if not has_rows(vllm_config) or not _last_pipeline_rank():
         return None
     note_mirrors()
-    expected_bytes = expected_bytes_per_block(vllm_config)
     store = RowStore(
         num_slots,
         vllm_config.cache_config.block_size,
-        max_bytes=max_bytes or num_slots * expected_bytes,
+        max_bytes=num_slots * expected_bytes_per_block(vllm_config),
         checksums=checksums,
     )
-    return OmniRows(
-        store,
-        functools.partial(_mirror_of, vllm_config),
-        expected_bytes=expected_bytes,
-        wait_s=wait_s,
-    )
+    return OmniRows(store, functools.partial(_mirror_of, vllm_config))
 
 
 def note_mirrors() -> None:
@@ -170,7 +160,6 @@ class OmniRows:
     Args:
         store: where rows are kept.
         mirror: finds the stage's `OmniPrefixCacheManager`; None: not built yet.
-        expected_bytes: of a block's rows, until they were seen.
         wait_s: bound of every wait, beside the time that copies take.
     """
 
@@ -179,18 +168,13 @@ class OmniRows:
         store: RowStore,
         mirror: Callable[[], Any],
         *,
-        expected_bytes: int = 0,
         wait_s: float = WAIT_S,
     ) -> None:
         self.store = store
         self._find = mirror
-        self._expected_bytes = expected_bytes
         self._wait_s = wait_s
         self._manager: Any = None
         self._broken = ""
-
-    def row_bytes_per_block(self) -> int:
-        return self.store.bytes_per_slot or self._expected_bytes
 
     def save(self, block_ids: Sequence[int], slot_ids: Sequence[int]) -> None:
         """See `Companion.save`. Rows under way to the mirror are waited for, up to ``wait_s``."""

@@ -66,7 +66,7 @@ class Unheard:
         if request.status == RequestStatus.FINISHED_ABORTED:
             heard_s = self._heard_s.pop(session_id, None)
             keep = self.kept_tokens(request, view, heard_s)
-            self._evict(session_id, (block for block, _ in blocks), keep, users=1)
+            self._evict((block for block, _ in blocks), keep, users=1)
             return
         answer = [
             (block, key) for block, key in blocks if _covers(block) > request.num_prompt_tokens
@@ -98,7 +98,7 @@ class Unheard:
                 prompt, made, blocks = complete
                 keep = prompt + _heard_tokens(view, made, event.value_s)
                 same = (block for block, key in blocks if block.block_hash == key)
-                self._evict(session_id, same, keep, users=0)
+                self._evict(same, keep, users=0)
         elif event.kind in (EventKind.COMMITTED, EventKind.CLOSED):
             self._complete.pop(session_id, None)
             self._heard_s.pop(session_id, None)
@@ -113,7 +113,7 @@ class Unheard:
             if not block.is_null and block.block_hash is not None
         ]
 
-    def _evict(self, session_id: str, blocks: Iterable[Any], keep_tokens: int, users: int) -> None:
+    def _evict(self, blocks: Iterable[Any], keep_tokens: int, users: int) -> None:
         """Take from the prefix cache what goes past ``keep_tokens`` and has ``users`` users; with
         none it also moves to where the host allocates next.
         """
@@ -121,7 +121,7 @@ class Unheard:
         if not unheard:
             return
         if self._runtime.kv is not None:
-            self._runtime.kv.void(session_id, [block.block_hash for block in unheard])
+            self._runtime.kv.void([block.block_hash for block in unheard])
         pool = self._scheduler.kv_cache_manager.block_pool
         self._scheduler.kv_cache_manager.evict_blocks({block.block_id for block in unheard})
         if not users:
