@@ -17,6 +17,7 @@ could stop two requests that each hold what the other needs.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from liveserve.kvtier.transfer_base import Kind
 _MAX_LOADS = 3
 # Sessions that are counted in a report.
 _MAX_SESSIONS = 512
+# A look ahead that found nothing to store is not repeated for so long: it walks over the pool.
+_LOOK_AGAIN_S = 0.05
 # Keys of sessions' histories that are remembered, per slot: shared prefixes count for each session.
 _REMEMBERED = 4
 
@@ -199,6 +202,7 @@ class KvManager(Generic[Hash]):
         broken: something here failed; nothing new begins, whatever else is set.
         on_loaded: told of every load that ended, and how many of its blocks are on the GPU.
         errors: how often.
+        on_change: told of each block that is in DRAM now (True), or no longer (False).
     """
 
     def __init__(
@@ -216,6 +220,7 @@ class KvManager(Generic[Hash]):
         self.broken = False
         self.errors = 0
         self.on_loaded: Callable[[Load[Hash], int, float], None] = lambda *_: None
+        self.on_change: Callable[[Hash, bool], None] = lambda *_: None
         self._gpu = gpu
         self._num_slots = num_slots
         self._block_bytes = block_bytes
@@ -228,6 +233,7 @@ class KvManager(Generic[Hash]):
         self._held: Counter[int] = Counter()
         self._for_stores = 0  # references among those
         self._storing = 0
+        self._look_at_s = -math.inf
         self._begin: list[Job] = []
         self._cancel: list[int] = []
         self._promote: list[int] = []
@@ -639,7 +645,12 @@ class KvManager(Generic[Hash]):
     def _plan_stores(self, now_s: float) -> None:
         if not self.stores_on or self.broken:
             self._drop_turns(now_s)
-        elif self.limits.ahead_blocks and not self._turns and not self._stores:
+        elif (
+            self.limits.ahead_blocks
+            and not self._turns
+            and not self._stores
+            and now_s >= self._look_at_s
+        ):
             upcoming = self._gpu.upcoming(self.limits.ahead_blocks)
             todo = [entry for entry in upcoming if self._is_absent(entry[0])]
             todo = todo[: self.limits.held_blocks]
@@ -648,6 +659,8 @@ class KvManager(Generic[Hash]):
                 turn = _Turn(None, (), deque(todo), held, ahead=True)
                 self._hold_for_store(turn.held)
                 self._turns.append(turn)
+            else:
+                self._look_at_s = now_s + _LOOK_AGAIN_S
         while self._turns:
             turn = self._turns[0]
             room = self.limits.store_blocks - self._storing
@@ -711,6 +724,7 @@ class KvManager(Generic[Hash]):
         for ticket in store.tickets:
             if self.tier.finish(ticket, result, now_s):
                 self._depth[ticket.key] = store.depths[ticket.key]
+                self.on_change(ticket.key, True)
                 self._own(ticket.key, turn.session)
                 if ticket.key in self._void:
                     self._void.discard(ticket.key)
@@ -782,6 +796,7 @@ class KvManager(Generic[Hash]):
                 self.tier.lost(key, block)
 
     def _on_dropped(self, key: Hash) -> None:
+        self.on_change(key, False)
         self._forget_gpu_only(key)
         self._preloaded.pop(key, None)
         self._depth.pop(key, None)

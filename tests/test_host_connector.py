@@ -139,6 +139,7 @@ def scenarios(folder: Path) -> dict[str, Any]:
         companion_error,
         link_breaks,
         pool_full,
+        kv_events,
         abort_mid_load,
         abort_mid_store,
         reset,
@@ -288,6 +289,31 @@ def pool_full(folder: Path, tokens: Tokens) -> dict[str, Any]:
     with engine(folder, extra={"dram_gb": 3.1 * 65536 / GIB}) as driver:
         found = _turns(driver, tokens)
         return found | {"slots": manager(driver).report().slots}
+
+
+def kv_events(folder: Path, tokens: Tokens) -> dict[str, Any]:
+    """DRAM for three blocks, while the host publishes KV events."""
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import BlockStored
+
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with engine(folder, extra={"dram_gb": 3.1 * 65536 / GIB}, kv_events_config=events) as driver:
+        published: list[Any] = []
+        publish = driver.scheduler.kv_event_publisher.publish
+        driver.scheduler.kv_event_publisher.publish = lambda batch: (
+            published.extend(batch.events),
+            publish(batch),
+        )
+        found = _turns(driver, tokens)
+        dram = [event for event in published if event.medium == "CPU"]
+        stored = [event for event in dram if isinstance(event, BlockStored)]
+        return found | {
+            "told stored": len(stored),
+            "told removed": len(dram) - len(stored),
+            "sizes": sorted({event.block_size for event in stored}),
+            "evicted": sum(manager(driver).report().evicted.values()),
+            "gpu": len(published) - len(dram),
+        }
 
 
 def abort_mid_load(folder: Path, tokens: Tokens) -> dict[str, Any]:
@@ -514,6 +540,14 @@ def test_dram_for_few_blocks(found):
     one = found["pool_full"]
     assert one["slots"] == 3
     assert one["failed"] == 0
+
+
+def test_the_hosts_kv_events_tell_what_is_in_dram(found):
+    one = found["kv_events"]
+    assert one["evicted"] > 0
+    assert (one["told stored"], one["told removed"]) == (one["stored"], one["evicted"])
+    assert one["sizes"] == [32]
+    assert one["gpu"] > 0
 
 
 def test_aborts(found):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from vllm.v1.request import RequestStatus
 
 from liveserve.config import KvConfig, LiveServeConfig, Switches, from_env
 from liveserve.host import kv_flags, omni_rows, versions
+from liveserve.host.kv_events import tier_events
 from liveserve.host.kv_prefix import prefix_keys
 from liveserve.host.seam import SeamError, expect
 from liveserve.host.sessions import session_of
@@ -50,6 +51,7 @@ from liveserve.runtime import StageRuntime, current_runtime
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -233,6 +235,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._num_workers = 1
         self._partial: dict[int, tuple[Ended, int]] = {}
         self._keys: dict[str, list[bytes]] = {}
+        self._changes: list[tuple[bytes, bool]] = []  # of DRAM; taken in every step
         self._long: dict[str, Request] = {}
         self._running = 0
         self._waited = ""  # the first request that waited after the last round
@@ -420,6 +423,9 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._gpu = gpu
         self.kv_manager = KvManager(num_slots, policy, gpu, limits, block_bytes)
+        events = self._vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            self.kv_manager.on_change = lambda key, there: self._changes.append((key, there))
         if stage is not None:
             stage.tier = self.kv_manager
             stage.follow(policy)
@@ -600,6 +606,10 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
             manager.ended(complete, time.monotonic())
         except Exception:
             self._failed("taking in copies")
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        changes, self._changes = self._changes, []
+        return list(tier_events(changes, {0: self._block_tokens}))
 
     def has_pending_push_work(self) -> bool:
         """Keeps an engine without requests stepping while copies are under way."""
