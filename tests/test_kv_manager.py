@@ -469,6 +469,18 @@ def test_what_is_evicted_next_is_stored_ahead_and_still_goes_first():
     assert world.asks("r", keys("a", 6))
 
 
+def test_a_look_ahead_that_finds_nothing_is_not_repeated_at_once():
+    world, looks = World(blocks=8, ahead_blocks=8), []
+    upcoming = world.pool.upcoming
+    world.pool.upcoming = lambda limit: looks.append(limit) or upcoming(limit)
+    for at_s, so_far in ((1.0, 1), (1.01, 1), (1.049, 1), (1.051, 2)):
+        assert not world.manager.plan(at_s)
+        assert len(looks) == so_far, at_s
+    world.pool.release(world.pool.compute(keys("a", 6)))
+    assert not world.manager.plan(1.06)
+    assert [job.kind for job in world.manager.plan(1.2).begin] == [Kind.STORE]
+
+
 def test_preload_brings_back_a_history_and_a_request_then_hits():
     world, history = World(), keys("a", 6)
     world.in_dram(history)
