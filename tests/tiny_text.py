@@ -168,13 +168,16 @@ class Driver:
             if output.finish_reason is not None:
                 self.finished[output.request_id] = str(output.finish_reason)
 
-    def until(self, there: Callable[[], bool], steps: int = 2000) -> None:
-        """Step until ``there()``; fail if that takes too many."""
-        for _ in range(steps):
-            if there():
-                return
+    def until(self, there: Callable[[], bool], limit_s: float = 60.0) -> None:
+        """Step until ``there()``; fail if that takes too long.
+
+        A bound in steps would depend on the machine: a step that waits for a copy is short.
+        """
+        end_s = time.monotonic() + limit_s
+        while not there():
+            if time.monotonic() > end_s:
+                raise AssertionError(f"not there after {limit_s:g} s; {self.status()}")
             self.step()
-        raise AssertionError(f"not there after {steps} steps; {self.status()}")
 
     def run_out(self) -> None:
         self.until(lambda: not self.scheduler.has_unfinished_requests())
