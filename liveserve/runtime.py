@@ -160,6 +160,9 @@ class StageRuntime:
         # Per request: seconds of audio that have left the stage, where that is less than what was
         # made (codec frames that wait to travel together). Set by the chunking seam.
         self.sent_s: dict[str, float] = {}
+        # KV blocks that are free, but kept for those in the pool: they count as pressure, since
+        # nobody is admitted to them. Set by what reserves them (`liveserve.host.reserve`).
+        self.promised_blocks = 0
         self.chunk_times = ChunkTimes()
         self.profile = StageProfile(clock)
         # Told of every event before it changes its session's view (`liveserve.host.unheard`).
@@ -439,6 +442,7 @@ class StageRuntime:
         token_s = self.info.token_s
         sent_s, trusted, held_blocks = self.sent_s, not self.ring.stale, None
         used, total = queues.kv_blocks()
+        used = min(total, used + self.promised_blocks)
         self._budgets = _NO_BUDGETS
         if total and used > self.policy.kv_high_watermark * total:
             held_blocks = queues.kv_blocks_of

@@ -350,6 +350,7 @@ class Crowd:
     Attributes:
         gated: steps in which some could not grow.
         most: requests in one step, at most.
+        promised: free blocks that those in the pool were likely to take, step by step.
     """
 
     def __init__(
@@ -357,6 +358,7 @@ class Crowd:
     ) -> None:
         self.engine, self.stops, self.lengths = engine, stops, lengths
         self.gated = self.most = 0
+        self.promised: list[int] = []
         self.requests = [
             engine.add(str(index), tiny_text.prompt(index, length), 60, stops)
             for index, length in enumerate(lengths)
@@ -369,6 +371,7 @@ class Crowd:
             if not (scheduler.has_requests() or self.engine.under_way):
                 return
             output = self.engine.step()
+            self.promised.append(scheduler.liveserve.promised_blocks)
             self.gated += bool(scheduler._liveserve_gated)
             self.most = max(self.most, len(output.num_scheduled_tokens) if output else 0)
             if aborts and step % 10 == 9 and scheduler.running:
@@ -405,6 +408,9 @@ def test_reserved_nobody_is_preempted(make, asynchronous, v2, stops, share):
     crowd.check()
     assert crowd.preemptions == 0
     assert sum(held) > 50
+    # KV that is kept for somebody is pressure until it is used; a guess of nothing keeps none.
+    assert (crowd.promised[1] > 3) is (share == 1.0)
+    assert crowd.promised[-1] == 0
     # A guess that all will be short lets in as many as may run, and then some cannot grow.
     assert crowd.most == (4 if share == 0.0 else 2)
     assert (crowd.gated > 0) is (share == 0.0 and not stops)

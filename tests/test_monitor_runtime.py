@@ -296,6 +296,24 @@ def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
         assert runtime.plan().held == held, slots
 
 
+def test_promised_blocks_are_pressure_and_end_holds():
+    """Who holds KV is let finish while nobody is admitted, whatever is still free."""
+    config = LiveServeConfig(
+        stages={"talker": StageConfig(p_safe_s=0.5, p_hold_s=2.0, beta=1000.0)}
+    )
+    runtime, scheduler = engine(config, clock=lambda: 100.0)
+    scheduler.run = [Request("a1", 100), Request("b1", 100)]
+    send(runtime, [event for name in "ab" for event in answer_events(name, 100.0, 9.0)])
+    runtime.barge_in_rate = 0.5
+    for promised, held in ((0, {"a1", "b1"}), (6, {"a1", "b1"}), (7, set()), (90, set())):
+        runtime.promised_blocks = promised
+        runtime.round()
+        assert runtime.plan().held == held, promised
+        runtime.held = frozenset()
+    reply = send(runtime, [], first_seq=8)
+    assert reply.snapshot.kv_blocks_used == 3  # promised is not used
+
+
 def test_without_our_chunks_nobody_is_held():
     runtime, scheduler = engine(PACED, clock=lambda: 100.0)
     scheduler.run = [Request("a1", 100)]

@@ -129,9 +129,21 @@ class Accounts:
                 holders[request] = used
         return holders
 
-    def worst_case_fits(self, holders: dict[Request, int]) -> bool:
-        more = sum(max(0, self.extent(r).total - used) for r, used in holders.items())
-        return more <= self.free
+    def promised(self, holders: dict[Request, int]) -> tuple[int, int]:
+        """Blocks that ``holders`` may take yet: at most, and likely."""
+        most = likely = 0
+        share = self._share
+        for request, used in holders.items():
+            prompt, total, streams = self.extent(request)
+            if (more := total - used) > 0:
+                most += more
+                ahead = prompt + math.ceil(share * (total - prompt)) - used
+                likely += more if streams else max(0, ahead)
+        return most, likely
+
+    @property
+    def _share(self) -> float:
+        return self.lengths.share if self._may_hold else 1.0
 
     def claim(self, request: Request, used: int, hits: Collection[KVCacheBlock] = ()) -> Claim:
         """The claim of a request that has ``used`` blocks.
@@ -146,8 +158,7 @@ class Accounts:
         more = max(0, total - have)
         if streams:
             return Claim(0, more, more, ends=False)
-        share = self.lengths.share if self._may_hold else 1.0
-        likely = prompt + math.ceil(share * (total - prompt)) - have
+        likely = prompt + math.ceil(self._share * (total - prompt)) - have
         return Claim(used, more, max(likely, min(1, more)))
 
     def claims(
@@ -263,6 +274,8 @@ class ReservedRound(LiveRound):
 
     def _apply(self, plan: Plan | None) -> None:
         self._liveserve_gated = frozenset()
+        if self.liveserve is not None:
+            self.liveserve.promised_blocks = 0
         if self._reserves:
             try:
                 self._liveserve_gated = self._gate(plan)
@@ -287,11 +300,13 @@ class ReservedRound(LiveRound):
 
     def _gate(self, plan: Plan | None) -> frozenset[str]:
         """Who must not grow this round."""
-        accounts = self._liveserve_accounts
+        accounts, live = self._liveserve_accounts, self.liveserve
         assert accounts is not None
+        assert live is not None
         accounts.refresh()
         holders = accounts.holders()
-        if accounts.worst_case_fits(holders):
+        most, live.promised_blocks = accounts.promised(holders)
+        if most <= accounts.free:
             self._liveserve_stuck_since_s = None
             return frozenset()
         requests = list(holders)
