@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 # Lines of the server's log that a failed start shows.
 _LOG_TAIL = 25
+_LOWEST_PORT = 10_000
 
 
 class ServerFailed(RuntimeError):
@@ -25,10 +27,28 @@ class ServerFailed(RuntimeError):
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on the loopback interface that nobody uses now.
+
+    A server binds it seconds later. The kernel must not give it to an outgoing connection
+    meanwhile, so it lies below the ports that it hands out by itself.
+
+    Raises:
+        OSError: a hundred ports at random are all in use.
+    """
+    for _ in range(100):
+        port = secrets.randbelow(_handed_out() - _LOWEST_PORT) + _LOWEST_PORT
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port from {_LOWEST_PORT} to {_handed_out() - 1}")
+
+
+def _handed_out() -> int:
+    """The first port that the kernel hands out by itself."""
+    with contextlib.suppress(OSError, ValueError):
+        lowest = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+        return max(int(lowest), _LOWEST_PORT + 1000)
+    return 32768
 
 
 @dataclass

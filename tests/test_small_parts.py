@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from liveserve.bench.launch import free_port
 from liveserve.events import Event, EventKind, PressureSnapshot
 from liveserve.host import seam, versions
 from liveserve.host.sessions import session_of
@@ -150,3 +152,19 @@ def test_text_without_spaces_is_cut_where_it_was_heard():
     assert history.whole_words("你好世界", "你好") == "你好"
     assert history.whole_words("abc", "abc") == "abc"
     assert history.heard_chars(10, 500, 0) == 0
+
+
+def test_a_servers_port_is_not_one_that_the_kernel_hands_out():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        assert all(10_000 <= free_port() < taken.getsockname()[1] for _ in range(20))
+
+
+def test_a_port_in_use_is_not_free(monkeypatch):
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        drawn = iter([port - 10_000, port - 10_000, 123])
+        monkeypatch.setattr("liveserve.bench.launch.secrets.randbelow", lambda _n: next(drawn))
+        assert free_port() == 10_123
