@@ -43,8 +43,8 @@ class Outcome:
     crowd_stride: float = 0.0  # talker steps per frame while text arrives
 
 
-def read_record(folder: Path, stage: int) -> tuple[dict[str, list[int]], dict[str, list[str]]]:
-    """Sampled ids and input-row digests of each request of a stage."""
+def read_requests(folder: Path, stage: int) -> tuple[dict[str, list[int]], dict[str, list[str]]]:
+    """Sampled ids and input-row digests of a stage, by request."""
     ids: dict[str, list[int]] = defaultdict(list)
     rows: dict[str, list[str]] = defaultdict(list)
     path = folder / f"stage{stage}.jsonl"
@@ -57,6 +57,12 @@ def read_record(folder: Path, stage: int) -> tuple[dict[str, list[int]], dict[st
     return ids, rows
 
 
+def read_record(folder: Path, stage: int) -> tuple[list[list[int]], list[list[str]]]:
+    """Sampled ids and input-row digests of each request of a stage."""
+    ids, rows = read_requests(folder, stage)
+    return list(ids.values()), list(rows.values())
+
+
 def read_crowd(folder: Path, skip: int) -> dict[str, list[int]]:
     """Sampled ids of each of the thinker's requests but the first ``skip``, by a digest of its
     prompt's input rows.
@@ -67,7 +73,7 @@ def read_crowd(folder: Path, skip: int) -> dict[str, list[int]]:
     prompts: dict[str, int] = {}
     for line in (folder / f"stage{THINKER}.jsonl").read_text().splitlines():
         prompts |= {name: new[0] for name, new in json.loads(line).get("new", {}).items()}
-    ids, rows = read_record(folder, THINKER)
+    ids, rows = read_requests(folder, THINKER)
     return {
         hashlib.sha256("".join(rows[name][:length]).encode()).hexdigest(): ids[name]
         for name, length in list(prompts.items())[skip:]
@@ -144,8 +150,7 @@ def compute(folder: Path, server: str) -> Outcome:
         asyncio.run(one_after_another(running.url, outcome))
         asyncio.run(chat(running.url, outcome))
         for stage in (THINKER, TALKER):
-            ids, rows = read_record(record, stage)
-            outcome.token_ids[stage], outcome.rows[stage] = list(ids.values()), list(rows.values())
+            outcome.token_ids[stage], outcome.rows[stage] = read_record(record, stage)
         asyncio.run(together(running.url, outcome))
         outcome.crowd_stride = frame_stride(record, len(outcome.token_ids[TALKER]))
         outcome.crowd = read_crowd(record, len(outcome.token_ids[THINKER]))
