@@ -26,13 +26,14 @@ from rich.table import Table
 from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import Server, ServerFailed, running_server
 from liveserve.bench.prefill import prefill_metrics, read_thinker
-from liveserve.bench.report import save_comparison
+from liveserve.bench.preload import preload_metrics, run_watched
+from liveserve.bench.report import save_comparison, save_waits
 from liveserve.bench.result_file import build_result, write_result
-from liveserve.bench.server import kv_totals
+from liveserve.bench.server import ServerUnreachable, kv_totals
 from liveserve.bench.sessions import SessionsConfig, SessionsReport, run_sessions
 from liveserve.host.cpu.record import RECORD_ENV, ROWS_ENV
 
-STOCK, LIVE = "stock", "liveserve"
+STOCK, LIVE, UNLOADED = "stock", "liveserve", "preload off"
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,12 @@ STOCK_ARM = Arm(STOCK, ("--liveserve", "off"))
 class Preset:
     """What a preset runs: ``cases`` in every server, servers in turn for ``pairs`` rounds.
 
+    The first of ``arms`` is what the others are compared with.
+
     ``fast_codes``: both servers use the one-matmul code predictor, so that less slow motion is
     needed; the vocoder is then the bottleneck.
     ``prefill``: count what the thinker computes, from its step record.
+    ``preload``: watch what turns wait for their history, over a link of `link_gbps`.
     """
 
     arms: tuple[Arm, ...]
@@ -65,6 +69,7 @@ class Preset:
     pairs: int
     fast_codes: bool = False
     prefill: bool = False
+    preload: bool = False
 
 
 def _case(sessions: int, p_barge_in: float, **more: Any) -> SessionsConfig:
@@ -113,10 +118,11 @@ _KV_SESSION_TOKENS = 2048
 _KV_BYTES_PER_TOKEN = 4096  # 4 layers, 2 heads of 64, keys and values, float32
 
 
-def _kv_arm(name: str, *flags: str, prefix_cache: bool = False) -> Arm:
+def _kv_arm(name: str, *flags: str, prefix_cache: bool = False, resident: int = 2) -> Arm:
+    """A server whose thinker's KV cache holds ``resident`` sessions."""
     thinker: dict[str, Any] = {
         "max_model_len": _KV_SESSION_TOKENS + 512,
-        "kv_cache_memory_bytes": 2 * _KV_SESSION_TOKENS * _KV_BYTES_PER_TOKEN,
+        "kv_cache_memory_bytes": resident * _KV_SESSION_TOKENS * _KV_BYTES_PER_TOKEN,
     }
     if prefix_cache:
         thinker["enable_prefix_caching"] = True
@@ -134,6 +140,27 @@ _KV_CASE = _case(
     slow_motion=1.5,
     instructions_chars=1600,
 )
+
+# Twice as many users as the cache holds, so that most turns find their history in DRAM; mostly
+# there is room for those who speak at the same time. They come in over most of a turn's length.
+_PRELOAD_CASE = replace(_KV_CASE, sessions=8, turns=4, answer_seconds=(4.0, 6.0, 8.0), ramp=8.0)
+# An H200 loads the KV of 8K tokens of Qwen3-Omni's thinker in so long, of 302 ms to the first token
+# (the paper).
+_RELOAD_S = 0.071
+# What a turn adds to a history, about, in these workloads: 34 tokens of speech, 20 of answer.
+_TURN_TOKENS = 60
+
+
+def link_gbps(case: SessionsConfig) -> float:
+    """The link on which the KV of a history of ``case`` takes `_RELOAD_S` of the listener's time,
+    and K times that on the clock. 1e9 bytes/s.
+
+    The history is that of the mean turn among those that have one: the instructions, and what half
+    of the session's turns added. Companion rows lie in the host's memory and do not use the link.
+    """
+    tokens = case.instructions_chars + _TURN_TOKENS * case.turns / 2
+    return tokens * _KV_BYTES_PER_TOKEN / (_RELOAD_S * case.slow_motion) / 1e9
+
 
 PRESETS = {
     "ci": Preset((STOCK_ARM, live_arm()), {"load": _LOAD, **_EASY}, pairs=1, fast_codes=True),
@@ -183,6 +210,17 @@ PRESETS = {
         fast_codes=True,
         prefill=True,
     ),
+    "preload": Preset(
+        (
+            _kv_arm(UNLOADED, *_TIER, *live_arm(kv_preload=False).flags, resident=4),
+            _kv_arm(LIVE, *_TIER, resident=4),
+        ),
+        {"load": _PRELOAD_CASE},
+        pairs=2,
+        fast_codes=True,
+        prefill=True,
+        preload=True,
+    ),
     "long": Preset(
         (STOCK_ARM, live_arm()),
         {"one": _case(1, 0.0, turns=1, answer_seconds=(60.0,), slow_motion=2.0)},
@@ -202,6 +240,12 @@ TARGETS = {
     "lowload_worst_regression": ("<=", 0.03),
     "prefill_tokens_saved_fraction": (">=", 0.8),
 }
+# What preload must reach there, against the same server without it.
+PRELOAD_TARGETS = {
+    "preload_hit_fraction": (">=", 0.9),
+    "onpath_reload_p50_ms": ("<=", 0.0),
+    "onpath_reload_p90_fraction": ("<=", 0.05),
+}
 # What may not get worse at low load: metric -> the larger is better.
 _LOW_LOAD = {
     "ttfp_p50_s": False,
@@ -220,6 +264,12 @@ _QUOTIENTS = {
     "later_ttfp_p90_speedup": ("later_ttfp_p90_s", "stock/ours", "higher"),
     "later_text_ttfp_p50_speedup": ("later_text_ttfp_p50_s", "stock/ours", "higher"),
     "later_text_ttfp_p90_speedup": ("later_text_ttfp_p90_s", "stock/ours", "higher"),
+    "onpath_reload_p90_fraction": ("onpath_reload_p90_ms", "ours/stock", "lower"),
+}
+# name of the ratio → (metric of ours alone, better)
+_OURS = {
+    "preload_hit_fraction": ("resident_fraction", "higher"),
+    "onpath_reload_p50_ms": ("onpath_reload_p50_ms", "lower"),
 }
 # name of the ratio → metric of which ours has less than stock; the share that is saved. Of all that
 # is computed a tier can save at most what is not new: 0.82 in the kv presets.
@@ -232,7 +282,7 @@ _SAVINGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="ci", help="(%(default)s)")
     parser.add_argument(
-        "--arms", metavar="A,B", help="stock and these servers of the preset (default: all)"
+        "--arms", metavar="A,B", help="the preset's first server and these (default: all)"
     )
     parser.add_argument("--pairs", type=int, help="rounds A B ... (the preset's)")
     parser.add_argument("--slow-motion", type=float, metavar="K", help="for every case")
@@ -247,7 +297,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _chosen(arms: tuple[Arm, ...], names: str | None) -> tuple[Arm, ...]:
-    """Stock, and those of ``names`` (with commas between them).
+    """The first, and those of ``names`` (with commas between them).
 
     Raises:
         ValueError: a name is none of the preset's.
@@ -259,7 +309,7 @@ def _chosen(arms: tuple[Arm, ...], names: str | None) -> tuple[Arm, ...]:
         if name not in [arm.name for arm in arms]:
             known = ", ".join(arm.name for arm in arms)
             raise ValueError(f"--arms {name!r} is not in this preset: it has {known}")
-    return tuple(arm for arm in arms if arm.name in {STOCK, *wanted})
+    return tuple(arm for arm in arms if arm.name in {arms[0].name, *wanted})
 
 
 @dataclass
@@ -294,6 +344,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     fast_codes = args.fast_codes or preset.fast_codes
     ensure_tiny_model(args.model_dir, console)
+    gbps = min(map(link_gbps, cases.values())) if preset.preload else None
+    link = [] if gbps is None else ["--link-gbps", f"{gbps:.4f}"]
     runs: list[Run] = []
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -304,7 +356,7 @@ def run(args: argparse.Namespace) -> int:
             for pair in range(pairs):
                 arms = preset.arms if pair % 2 == 0 else preset.arms[::-1]
                 for arm in arms:
-                    flags = [*arm.flags, *(["--fast-codes"] if fast_codes else [])]
+                    flags = [*arm.flags, *(["--fast-codes"] if fast_codes else []), *link]
                     log = args.logs / f"{arm.name.replace(' ', '-')}-{pair}.log"
                     progress.update(task, description=f"{arm.name}, round {pair + 1}")
                     record = log.with_suffix(".record")
@@ -315,11 +367,17 @@ def run(args: argparse.Namespace) -> int:
                             here = replace(case, url=server.url, model=server.name)
                             if index:  # the server is warm
                                 here = replace(here, warmup=0)
-                            report = asyncio.run(run_sessions(here))
+                            if preset.preload:
+                                report, turns = asyncio.run(run_watched(here))
+                            else:
+                                report, turns = asyncio.run(run_sessions(here)), []
                             more = _kv_metrics(server, record, here) if preset.prefill else {}
+                            if preset.preload:
+                                found = more["kv"].get("preload") or {}
+                                more |= preload_metrics(turns, found, here.slow_motion)
                             runs.append(Run(arm.name, name, pair, report, more))
                             progress.advance(task)
-    except ServerFailed as exc:
+    except (ServerFailed, ServerUnreachable) as exc:
         print(f"liveserve bench compare: {exc}", file=sys.stderr)
         return 1
     ratios = compare(runs, [arm.name for arm in preset.arms[1:]])
@@ -333,6 +391,8 @@ def run(args: argparse.Namespace) -> int:
             args.plots, {(r.arm, r.case, r.pair): r.report.responses for r in runs}
         ):
             console.print(f"plot: {path}", soft_wrap=True)
+        if preset.preload:
+            console.print(f"plot: {_plot_reloads(args.plots, runs)}", soft_wrap=True)
     if args.json:
         result_cases = [
             {
@@ -341,6 +401,7 @@ def run(args: argparse.Namespace) -> int:
                     "case": r.case,
                     "pair": r.pair,
                     "fast_codes": fast_codes,
+                    **({} if gbps is None else {"link_gbps": gbps}),
                     **asdict(r.report.config),
                 },
                 "metrics": r.metrics,
@@ -358,6 +419,21 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(r.report.failed for r in runs) else 0
 
 
+def _plot_reloads(folder: Path, runs: Sequence[Run]) -> Path:
+    """What turns with a history waited for, by server, all rounds together."""
+    waits: dict[str, dict[str, list[float]]] = {}
+    for r in runs:
+        of_arm = waits.setdefault(r.arm, {})
+        later = [answer for answer in r.report.responses if answer.turn]
+        for name, values in (
+            ("on-path reload (listener ms)", r.metrics["onpath_reloads_ms"]),
+            ("text TTFP (listener s)", [answer.text_ttfp_s for answer in later]),
+            ("audio TTFP (listener s)", [answer.ttfp_s for answer in later]),
+        ):
+            of_arm.setdefault(name, []).extend(v for v in values if v is not None)
+    return save_waits(folder / "reload.png", waits, "turns that have a history")
+
+
 def _kv_metrics(server: Server, record: Path, case: SessionsConfig) -> dict[str, Any]:
     """Of the one case that ran in ``server``: tokens by the thinker's record, and the tier's own
     totals where there is one.
@@ -367,14 +443,16 @@ def _kv_metrics(server: Server, record: Path, case: SessionsConfig) -> dict[str,
 
 
 def compare(
-    runs: Sequence[Run], arms: Sequence[str], *, against: str = STOCK
+    runs: Sequence[Run], arms: Sequence[str], *, against: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Ratios of each arm against stock, or another arm, pair by pair, with their spread.
+    """Ratios of each arm against the first run's, or another arm, pair by pair, with their spread.
 
     A name is the metric, then the case (unless it is the metric's own, `_BARE`, or the only one),
     then the arm if it is not LiveServe with everything on, then what it is compared with if that is
-    not stock. Where nobody interrupts there is no waste to speak of.
+    not the first run's. Where nobody interrupts there is no waste to speak of.
     """
+    baseline = runs[0].arm
+    against = baseline if against is None else against
     metrics: dict[tuple[str, str, int], dict[str, Any]] = {
         (r.arm, r.case, r.pair): r.metrics for r in runs
     }
@@ -383,7 +461,7 @@ def compare(
     for arm in arms:
         for case in cases:
             of_arm = "" if arm == LIVE else f" {arm}"
-            of_arm += "" if against == STOCK else f" vs {against}"
+            of_arm += "" if against == baseline else f" vs {against}"
 
             def named(name: str, case: str = case, of_arm: str = of_arm) -> str:
                 bare = len(cases) == 1 or case == _BARE.get(name, "load")
@@ -400,9 +478,14 @@ def compare(
                     if form == "stock/ours"
                     else ours[metric] / stock[metric]
                     for stock, ours in both
-                    if stock.get(metric) and ours.get(metric)
+                    if stock.get(metric)
+                    and ours.get(metric) is not None
+                    and (ours[metric] or form == "ours/stock")
                 ]
                 _put(found, named(name), values, better)
+            for name, (metric, better) in _OURS.items():
+                known = [ours[metric] for _, ours in both if ours.get(metric) is not None]
+                _put(found, named(name), known, better)
             for name, metric in _SAVINGS.items():
                 saved = [
                     1 - ours[metric] / stock[metric]
@@ -473,6 +556,20 @@ _COLUMNS = (
 )
 
 
+_PRELOAD_COLUMNS = (
+    ("offloaded", "turns_offloaded", "#"),
+    ("resident", "resident_fraction", "%"),
+    ("reload P50", "onpath_reload_p50_ms", " ms"),
+    ("P90", "onpath_reload_p90_ms", " ms"),
+    ("text 2+ P50", "later_text_ttfp_p50_s", " s"),
+    ("P90", "later_text_ttfp_p90_s", " s"),
+    ("TTFP 2+ P50", "later_ttfp_p50_s", " s"),
+    ("P90", "later_ttfp_p90_s", " s"),
+    ("again", "prefill_tokens_recomputed", "n"),
+    ("failed", "responses_failed", "#"),
+)
+
+
 _KV_COLUMNS = (
     ("TTFP 2+ P50", "later_ttfp_p50_s", " s"),
     ("P90", "later_ttfp_p90_s", " s"),
@@ -490,28 +587,31 @@ _KV_COLUMNS = (
 
 def tables(runs: Sequence[Run], ratios: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     """The runs, and the ratios with their spread."""
-    k = runs[0].report.config.slow_motion
+    k, baseline = runs[0].report.config.slow_motion, runs[0].arm
     every = Table(title=f"every run (users in slow motion, K = {k:g})", title_justify="left")
     prefill = any("prefill_tokens_computed" in r.metrics for r in runs)
-    columns = _KV_COLUMNS if prefill else _COLUMNS
+    columns: Sequence[tuple[str, str, str]] = _KV_COLUMNS if prefill else _COLUMNS
+    if any("resident_fraction" in r.metrics for r in runs):
+        columns = _PRELOAD_COLUMNS
     for column in ("case", "server", "round", *(c[0] for c in columns)):
         every.add_column(column)
-    for r in sorted(runs, key=lambda r: (r.case, r.pair, r.arm != STOCK, r.arm)):
+    for r in sorted(runs, key=lambda r: (r.case, r.pair, r.arm != baseline, r.arm)):
         cells = [_cell(r.metrics.get(key), unit) for _, key, unit in columns]
         every.add_row(r.case, r.arm, str(r.pair + 1), *cells)
-    summary = Table(title="LiveServe against stock", title_justify="left")
+    summary = Table(title=f"LiveServe against {baseline}", title_justify="left")
     for column in ("", "median", "low", "high", "target"):
         summary.add_column(column)
+    targets = TARGETS if baseline == STOCK else PRELOAD_TARGETS
     for name, ratio in ratios.items():
         figures = (f"{ratio[key]:.3f}" for key in ("value", "low", "high"))
-        summary.add_row(name, *figures, _verdict(name, ratio["value"]))
+        summary.add_row(name, *figures, _verdict(name, ratio["value"], targets))
     return [every, summary]
 
 
-def _verdict(name: str, value: float) -> str:
-    if name not in TARGETS:
+def _verdict(name: str, value: float, targets: Mapping[str, tuple[str, float]] = TARGETS) -> str:
+    if name not in targets:
         return ""
-    sign, target = TARGETS[name]
+    sign, target = targets[name]
     met = value >= target if sign == ">=" else value <= target
     return f"{sign} {target:g} {'met' if met else 'missed'}"
 

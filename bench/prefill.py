@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from liveserve.host.sessions import session_of
+from liveserve.host.sessions import is_warmup, session_of
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Reading:
         computed: of it that were run through the model; more than ``prompt - cached`` where the
             request was preempted and began again.
         answer: that it generated.
+        ahead: it was no turn, but computed a part of one ahead of it (`liveserve.host.warmup`).
     """
 
     session: str
@@ -30,6 +31,7 @@ class Reading:
     cached: int
     computed: int = 0
     answer: int = 0
+    ahead: bool = False
 
 
 def read_thinker(record: Path, *, skip_sessions: int = 0) -> list[Reading]:
@@ -43,7 +45,8 @@ def read_thinker(record: Path, *, skip_sessions: int = 0) -> list[Reading]:
         step = json.loads(line)
         for request, (prompt, cached) in step.get("new", {}).items():
             # A preempted request is new again in some runners: its first start counts.
-            readings.setdefault(request, Reading(session_of(request), prompt, cached))
+            session, ahead = session_of(request), is_warmup(request)
+            readings.setdefault(request, Reading(session, prompt, cached, ahead=ahead))
         for request, count in step.get("tokens", {}).items():
             scheduled[request] = scheduled.get(request, 0) + count
         for request, tokens in step.get("sampled", {}).items():
@@ -59,22 +62,24 @@ def prefill_metrics(readings: Sequence[Reading]) -> dict[str, float | None]:
     """Token counts over all requests.
 
     *Recomputed* is what a turn computes of what its session's turn before had computed: that
-    prompt, and the answer but for its last token.
+    prompt, and the answer but for its last token. What was computed ahead of a turn counts as
+    computed alone.
     """
     known: dict[str, int] = {}
     recomputed = repeated = 0
-    for reading in readings:
+    turns = [reading for reading in readings if not reading.ahead]
+    for reading in turns:
         before = min(known.get(reading.session, 0), reading.prompt)
         repeated += before
         recomputed += max(0, reading.computed - (reading.prompt - before))
         known[reading.session] = reading.prompt + max(0, reading.answer - 1)
-    asked = _sum(r.prompt for r in readings)
+    asked = _sum(r.prompt for r in turns)
     return {
         "prompt_tokens": asked,
         "prompt_tokens_repeated": float(repeated),
         "prefill_tokens_computed": _sum(r.computed for r in readings),
         "prefill_tokens_recomputed": float(recomputed),
-        "prefix_hit_fraction": _sum(r.cached for r in readings) / asked if asked else None,
+        "prefix_hit_fraction": _sum(r.cached for r in turns) / asked if asked else None,
     }
 
 

@@ -243,3 +243,34 @@ def save_comparison(
             written.append(folder / f"{name}.png")
             _timelines(Figure, answers, f"{arm}, {case}", 0.1).savefig(written[-1], dpi=110)
     return written
+
+
+def save_waits(path: Path, waits: Mapping[str, Mapping[str, Sequence[float]]], title: str) -> Path:
+    """A plot with the CDF of each kind of wait side by side, a line for each server.
+
+    Args:
+        waits: by server, then by kind; the kind names its axis.
+    """
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys(kind for of_arm in waits.values() for kind in of_arm))
+    figure = Figure(figsize=(4.2 * len(kinds), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
+    for axes, kind in zip(panels, kinds, strict=True):
+        for (arm, of_arm), colour in zip(waits.items(), _SERIES, strict=False):
+            seen = sorted(of_arm.get(kind, ()))
+            if seen:
+                shares = [(i + 1) / len(seen) for i in range(len(seen))]
+                label = f"{arm} (n={len(seen)})"
+                axes.step([seen[0], *seen], [0.0, *shares], where="post", color=colour, label=label)
+        for share in (0.5, 0.9):
+            axes.axhline(share, color="#d1d5db", linewidth=0.8, zorder=0)
+        axes.set(xlabel=kind, ylim=(0, 1.02))
+        axes.set_xlim(left=-0.02 * axes.get_xlim()[1])  # a line at 0 is seen
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower right", fontsize=8, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel(f"share of {title}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path

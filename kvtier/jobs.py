@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from liveserve.kvtier.transfer_base import Kind
+
+if TYPE_CHECKING:
+    from liveserve.kvtier.tier import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +20,12 @@ class Job:
     kind: Kind
     block_ids: tuple[int, ...]
     slot_ids: tuple[int, ...]
+
+
+def job_of(number: int, kind: Kind, tickets: Iterable[Ticket[Any]]) -> Job:
+    """The copies of ``tickets`` as one job."""
+    pairs = [(ticket.gpu_block, ticket.slot) for ticket in tickets]
+    return Job(number, kind, tuple(b for b, _ in pairs), tuple(s for _, s in pairs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ A job is admitted for as many blocks, prefix first, as satisfy all of:
 - they arrive, behind what the link has to move before, by the time that the language stage is
   expected to ask for them: the rest of the utterance, then the lag (encoder, queue) until the
   request is there;
-- there is room for them without evicting a block that is expected to be needed before that time;
+- there is room for them without evicting a block that is expected to be needed before that time:
+  of a session that does not speak yet, an utterance and a lag after its next use begins;
 - the bytes of all preloads under way stay within a budget.
 
-What does not fit is tried again while the session is wanted.
+What does not fit is tried again while the session is wanted, more often as the need comes closer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _PRIOR_UTTERANCE_S = 4.0
 _PRIOR_LAG_S = 0.1
 _LAG_WINDOW = 64.0
 _MOST_DOUBLINGS = 4
+# Share of the time that is left after which what was refused is looked at again at the latest.
+_LOOK_SHARE = 0.125
 
 
 class Cause(Enum):
@@ -89,7 +92,7 @@ class PreloadLimits:
         slack_s: a preload is planned to arrive so long before it is needed: its end is noticed
             only between two steps.
         retry_s: what was refused is looked at again after that; the next time twice as late, up to
-            sixteen times.
+            sixteen times, but several times before it is needed.
         recheck_s: a session of which nothing was to load is looked at again after that: its blocks
             may have been evicted.
         max_looks: sessions that are looked at in one step, as a look takes time for every block of
@@ -177,6 +180,7 @@ class _Session:
     stopped_s: float | None = None
     committed_s: float | None = None
     heard_s: float = 0.0  # last trigger
+    arrived_s: float = -math.inf  # last request
     try_at_s: float = 0.0
     refusals: int = 0  # in a row
     keys: Sequence[Hashable] | None = None
@@ -251,15 +255,21 @@ class Preloader:
     ) -> None:
         """The session's history, or ``keys``, will be needed.
 
+        A request can overtake the events of its own turn: what happened before the session's last
+        request says nothing of the next turn, and is ignored.
+
         Args:
             due_s: absolute time by which it is to be there; None: at the end of an utterance that
                 begins now.
             keys: for a prefix that is no session's history. It is wanted until it is there, or
                 until ``due_s``.
         """
+        known = self._sessions.get(session)
+        if known is not None and now_s < known.arrived_s:
+            return
         self.totals.wanted[cause.value] = self.totals.wanted.get(cause.value, 0) + 1
         speaks = cause in (Cause.SPEECH, Cause.BARGE_IN)
-        known = self._sessions.pop(session, None)
+        self._sessions.pop(session, None)
         if known is None:
             known = _Session(ReplyGap(self._utterances))
         self._sessions[session] = known  # newest last
@@ -300,8 +310,10 @@ class Preloader:
     def arrived(self, session: Hashable, now_s: float) -> None:
         """The session's request asks for its history, for the first time. A preload under way goes
         on as its on-path load; nothing more is preloaded."""
-        known = self._wanted.pop(session, None)
-        if known is None:
+        known = self._sessions.get(session)
+        if known is not None:
+            known.arrived_s = now_s
+        if self._wanted.pop(session, None) is None or known is None:
             return
         known.wanted = False
         if known.committed_s is not None:
@@ -382,7 +394,10 @@ class Preloader:
             if refusal is None:
                 known.try_at_s, known.refusals = now_s + limits.recheck_s, 0
             else:
-                known.try_at_s = now_s + limits.retry_s * 2**known.refusals
+                pause_s = limits.retry_s * 2**known.refusals
+                if left_s > 0:
+                    pause_s = min(pause_s, max(limits.retry_s, _LOOK_SHARE * left_s))
+                known.try_at_s = now_s + pause_s
                 known.refusals = min(known.refusals + 1, _MOST_DOUBLINGS)
             if known.keys is not None and known.job is None and (refusal is None or not left_s):
                 # A prefix, which is there by now, or late: no request will say that it was used.
@@ -418,7 +433,9 @@ class Preloader:
         count = self._in_time(count, left_s - limits.slack_s)
         if not count:
             return "link"
-        count = min(count, loads.spare(count, left_s, now_s))
+        # Others of whom the same holds are needed as long after they begin to speak.
+        notice_s = self._utterances.mean_s + self._lag.mean_s if known.spoke else 0.0
+        count = min(count, loads.spare(count, max(0.0, left_s - notice_s), now_s))
         if count <= 0:
             return "room"
         job = loads.preload(keys[:count], session)

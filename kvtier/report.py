@@ -17,6 +17,8 @@ class TierReport:
         slots, used: of the pool; ``block_bytes`` each.
         hits: found in DRAM by a request, whether it waited for them or they had been preloaded.
         preloaded: loaded without a request.
+        timeouts, no_room: requests that waited too long, or for whose load the GPU had no room.
+        store_missed: left the GPU, or were taken back, before they were stored.
         refused: stores for which no slot could be had.
         evicted: by reason.
         regret: evicted, then asked for within ``regret_s``.
@@ -30,8 +32,11 @@ class TierReport:
     block_bytes: int = 0
     hits: int = 0
     preloaded: int = 0
+    timeouts: int = 0
+    no_room: int = 0
     stored: int = 0
     store_failed: int = 0
+    store_missed: int = 0
     refused: int = 0
     loaded: int = 0
     load_failed: int = 0

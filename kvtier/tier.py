@@ -181,16 +181,6 @@ class Tier(Generic[Hash]):
         entry = self._entries.get(key)
         return () if entry is None else tuple(entry.gpu_blocks)
 
-    def match(self, keys: Iterable[Hash]) -> int:
-        """How many of ``keys``, from the first on without a gap, are in DRAM."""
-        count = 0
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or entry.slot < 0:
-                break
-            count += 1
-        return count
-
     def use(self, session: Hashable, keys: Iterable[Hash], now_s: float) -> None:
         """``session``'s history is ``keys``, first one first: tells the policy which slots."""
         entries = map(self._entries.get, keys)

@@ -132,6 +132,14 @@ class KvWorker:
             if transfer is not None and transfer.kind is not Kind.STORE:
                 self.engine.promote(transfer)
 
+    def wait(self, timeout_s: float) -> None:
+        """Return when the oldest load that a request waits for has moved, if there is one, or
+        after ``timeout_s``."""
+        loads = (t for t in self._moving.values() if t.kind is Kind.ON_PATH)
+        oldest = next(loads, None)
+        if oldest is not None:
+            self.engine.wait(oldest, timeout_s)
+
     def poll(self) -> list[Ended]:
         """Jobs that ended since the last call, with their companions saved or restored."""
         for transfer in self.engine.poll():

@@ -37,6 +37,7 @@ _BENCHES = {
     "reload": ("liveserve.bench.reload", "a session's KV back from memory: what a turn waits for"),
     "sessions": ("liveserve.bench.sessions", "voice sessions against a running server"),
     "validate": ("liveserve.bench.validate", "the simulator against the real pipeline on a CPU"),
+    "warmup": ("liveserve.bench.warmup", "first text and audio against how long the user spoke"),
     "paper": (
         "liveserve.bench.paper",
         "the paper's evaluation in the simulator, theirs beside ours",

@@ -76,9 +76,13 @@ class KvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         store_ahead: under pressure, the next victims among so large a share of the GPU's blocks
             are stored before they are evicted. 0: only what a finished turn leaves is stored.
         store_queue_bytes: stores under way at once; more wait.
-        ahead_tokens: a prompt of more tokens is stored as soon as its prefill is done, not only
-            after the turn.
+        ahead_tokens: a prompt of more tokens is stored as soon as its prefill is done, and does not
+            keep its blocks on the GPU for that after the turn.
         preload_bytes: of preloads under way at once.
+        prefill_min_tokens: less history than this that may be missing is not prefilled ahead of
+            its turn.
+        prefill_step_tokens: that one step prefills ahead of a turn at most (at least one block):
+            by about as long as these take is a step of others stretched.
     """
 
     dram_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -92,8 +96,10 @@ class KvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_timeout_s: Positive = 10.0
     store_ahead: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     store_queue_bytes: Count = 1 << 28
-    ahead_tokens: Count = 2048
+    ahead_tokens: Count = 256
     preload_bytes: Count = 1 << 30
+    prefill_min_tokens: Count = 256
+    prefill_step_tokens: Count = 256
 
 
 class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,7 +123,11 @@ class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kv_load: KV that is in DRAM is loaded. Off: it is recomputed.
         kv_preload: a session's KV that is in DRAM is loaded while its user still speaks. Off: when
             its request asks for it.
+        kv_prefill: of a session's next prompt, what is known before its user has spoken to the end
+            and is in no tier is computed while they speak. Off: when its request comes.
         kv_evict: eviction follows the configured policies. Off: the host's order, and LRU.
+        replicas: of several thinkers the one that has a session's KV takes its turns, unless
+            waiting there costs more than computing it again. Off: the host's choice.
     """
 
     order: bool = True
@@ -132,7 +142,9 @@ class Switches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_store: bool = True
     kv_load: bool = True
     kv_preload: bool = True
+    kv_prefill: bool = False
     kv_evict: bool = True
+    replicas: bool = True
 
 
 class LiveServeConfig(msgspec.Struct, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from liveserve.config import Switches
 from liveserve.kvtier.preload import PreloadReport
 from liveserve.kvtier.report import TierReport
 from liveserve.scheduler.views import SessionView
+from liveserve.scheduler.warmup import WarmupReport
 
 
 class EventKind(IntEnum):
@@ -35,6 +36,7 @@ class EventKind(IntEnum):
     TEXT_PACE = 12  # value_s: seconds of speech per text token
     CLOSED = 13  # detail: why
     RESUMED = 14  # the client came back on a new connection
+    MOVED = 15  # another replica took over: sent to the one that the session left
 
 
 # Of these only the newest per session counts while they wait in a queue: their values accumulate.
@@ -56,11 +58,13 @@ class Prefetch(msgspec.Struct, array_like=True):
     Attributes:
         session_id: whose history; where ``token_ids`` are given, a name for the prefix.
         token_ids: of a prompt's beginning; empty: the session's history.
+        compute: what is in no tier is computed (by the API process: engines have no need of it).
     """
 
     session_id: str
     within_s: float
     token_ids: list[int] = []
+    compute: bool = False
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -75,6 +79,7 @@ class Batch(msgspec.Struct, array_like=True):
         switches: which mechanisms are on now; None: as before.
         profile: note when requests get where (`liveserve.profile`), and say so in the replies.
         prefetch: what will be needed soon, as somebody outside says.
+        kv_of: sessions whose KV the reply is to tell of.
     """
 
     boot_id: str
@@ -86,6 +91,7 @@ class Batch(msgspec.Struct, array_like=True):
     switches: Switches | None = None
     profile: bool = False
     prefetch: list[Prefetch] = []
+    kv_of: list[str] = []
 
 
 class StageMarks(msgspec.Struct, array_like=True):
@@ -184,6 +190,8 @@ class KvSnapshot(msgspec.Struct):
         regret: evicted from the GPU and there again within ``regret_s``.
         watched, disagreed: of log-only: LRU's victims, and those that next use would have spared.
         errors: failures of the policy, after each of which the host's order took over.
+        load_block_s: what loading a block from DRAM takes; 0: not known.
+        warmups: prefill ahead of a turn; None where the engine has none.
     """
 
     policy: str = ""
@@ -202,13 +210,21 @@ class KvSnapshot(msgspec.Struct):
     signals_stale: bool = False
     signals_stale_total: int = 0
     sessions_known: int = 0
+    load_block_s: float = 0.0
     dram: TierReport | None = None
     preload: PreloadReport | None = None
+    warmups: WarmupReport | None = None
 
 
 class PressureSnapshot(msgspec.Struct):
     """An engine's pressure (paper, Interaction plane). ``*_by_class`` is indexed U0, U1, U2.
-    ``kv``: None where the engine keeps no prefix cache."""
+
+    Attributes:
+        queued_tokens: of prompts, not computed yet.
+        oldest_wait_s: how long a waiting request that could run has waited at most.
+        prefill_token_us: what a token of prefill takes; 0: not measured yet.
+        kv: None where the engine keeps no prefix cache.
+    """
 
     stage_id: int = -1
     stage: str = ""
@@ -229,6 +245,9 @@ class PressureSnapshot(msgspec.Struct):
     round_us: float = 0.0
     link_queue_bytes: int = 0
     link_queue_jobs: int = 0
+    queued_tokens: int = 0
+    oldest_wait_s: float = 0.0
+    prefill_token_us: float = 0.0
     switches: Switches = Switches()
     sessions: int = 0
     events_total: int = 0

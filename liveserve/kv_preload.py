@@ -15,7 +15,8 @@ from liveserve.kvtier.preload import Cause, Loads, Preloader, PreloadLimits
 from liveserve.scheduler.views import SessionView
 
 if TYPE_CHECKING:
-    from liveserve.kvtier.manager import KvManager, Load
+    from liveserve.kvtier.loads import Load
+    from liveserve.kvtier.manager import KvManager
 
 _TRIGGERS = {
     EventKind.SPEECH_STARTED: Cause.SPEECH,
@@ -89,14 +90,25 @@ class KvPreload:
         self._keys_of = keys_of
         # Sessions whose speech is detected: audio alone says nothing, as silence is sent too.
         self._detected: OrderedDict[str, None] = OrderedDict()
+        # Sessions whose turns another replica has taken over: what is here of them is not needed.
+        self._moved: OrderedDict[str, None] = OrderedDict()
+        # What a block takes on the link that is idle.
+        self.block_s = loads.estimate_s(loads.block_bytes) - loads.estimate_s(0)
 
     def happened(self, event: Event, view: SessionView | None) -> None:
         """``event`` has changed its session's view to ``view``; None: the session is closed."""
         kind, session_id, at_s = event.kind, event.session_id, event.at_s
         preloader = self.preloader
-        if view is None:
+        if view is None or kind is EventKind.MOVED:
             self._detected.pop(session_id, None)
+            self._moved.pop(session_id, None)
             preloader.closed(session_id, at_s)
+            if view is not None:
+                self._moved[session_id] = None
+                if len(self._moved) > preloader.limits.max_sessions:
+                    self._moved.popitem(last=False)
+            return
+        if session_id in self._moved:
             return
         cause = _TRIGGERS.get(kind)
         if kind is EventKind.SPEECH_STARTED:
@@ -120,13 +132,13 @@ class KvPreload:
         self.preloader.fail_closed()
         self._detected.clear()
         for view in views:
-            if view.speech_active and self._is_on():
+            if view.speech_active and self._is_on() and view.session_id not in self._moved:
                 self._detected[view.session_id] = None
                 self.preloader.wanted(view.session_id, now_s, Cause.SPEECH)
 
     def prefetch(self, asked: Prefetch, now_s: float) -> None:
         """Somebody says what will be needed."""
-        if not self._is_on():
+        if not self._is_on() or asked.session_id in self._moved:
             return
         keys = self._keys_of(asked.token_ids) if asked.token_ids else None
         due_s = now_s + asked.within_s
@@ -141,6 +153,7 @@ class KvPreload:
 
     def arrived(self, session_id: str, now_s: float) -> None:
         """A request of the session is about to look for its history."""
+        self._moved.pop(session_id, None)
         self.preloader.arrived(session_id, now_s)
 
     def ended(self, load: Load[Any], num_loaded: int, now_s: float) -> None:

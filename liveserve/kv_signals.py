@@ -20,6 +20,7 @@ from liveserve.events import Event, EventKind, KvSessionRow, KvSnapshot
 from liveserve.kvtier.next_use import NextUse
 from liveserve.kvtier.report import TierReport
 from liveserve.scheduler.views import Phase, SessionView
+from liveserve.scheduler.warmup import WarmupReport
 
 if TYPE_CHECKING:
     from liveserve.kv_preload import KvPreload
@@ -88,6 +89,10 @@ class KvSignals:
                 self.next_use.lost(session_id)
             else:
                 self.next_use.close(session_id, now_s)
+        elif kind is EventKind.MOVED:
+            # Its turns go on elsewhere: nobody will read this again.
+            self._spoke.pop(session_id, None)
+            self.next_use.close(session_id, now_s)
         elif kind in _NEEDED or kind is EventKind.BARGE_IN:
             if kind is EventKind.RESPONSE_CREATED:
                 self._spoke.pop(session_id, None)
@@ -150,6 +155,10 @@ class GpuCache(Protocol):
         """Enter what is known of the GPU."""
         ...
 
+    def blocks_of(self, session: str) -> int:
+        """Blocks with content of one session."""
+        ...
+
     def sessions(self, limit: int) -> dict[str, int]:
         """Blocks with content by session, of the ``limit`` newest."""
         ...
@@ -174,6 +183,7 @@ class KvStage:
             the prefix cache.
         tier: set by the connector.
         preload: likewise.
+        warmups: what they did; None where there are none. Set by `liveserve.host.warmup_round`.
     """
 
     signals: KvSignals
@@ -181,6 +191,7 @@ class KvStage:
     now_s: Callable[[], float]
     tier: DramTier | None = None
     preload: KvPreload | None = None
+    warmups: Callable[[], WarmupReport] | None = None
     on_void: list[Callable[[list[bytes]], None]] = field(default_factory=list)
     _made: tuple[float, KvSnapshot] | None = field(default=None, repr=False)
 
@@ -217,6 +228,9 @@ class KvStage:
             snapshot.dram = self.tier.report()
         if self.preload is not None:
             snapshot.preload = self.preload.preloader.report()
+            snapshot.load_block_s = self.preload.block_s
+        if self.warmups is not None:
+            snapshot.warmups = self.warmups()
         self._made = now_s, snapshot
         return snapshot
 
@@ -231,6 +245,12 @@ class KvStage:
         ]
         rows.sort(key=lambda row: (-row.gpu_blocks - row.dram_blocks, row.session_id))
         return rows[:limit]
+
+    def rows_of(self, sessions: Iterable[str]) -> list[KvSessionRow]:
+        """The rows of ``sessions``, also of those that have no blocks."""
+        dram = self.tier.sessions() if self.tier is not None else {}
+        now_s = self.now_s()
+        return [self._row(s, self.gpu.blocks_of(s), dram.get(s, 0), now_s) for s in sessions]
 
     def _row(self, session: Hashable, gpu: int, dram: int, now_s: float) -> KvSessionRow:
         known = self.next_use.get(session)

@@ -8,17 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from liveserve.events import Event, KvSnapshot, PressureSnapshot
 from liveserve.kvtier.policies import POLICIES
 from liveserve.monitor import EngineKey
+from liveserve.replicas import ReplicaTotals
 from liveserve.scheduler.urgency import Urgency
 from liveserve.scheduler.views import Phase, SessionView
 from liveserve.session import StageTotals, Totals
 
 _STAGE = ("stage", "replica")
+
+
+class _Gauge(Gauge):
+    """Knows its values by label and sets only what changed: engines answer many times a second."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._known: dict[tuple[str, ...], _Gauge] = {}
+        self._shown: float | None = None
+
+    def labels(self, *labels: str) -> _Gauge:  # type: ignore[override]
+        child = self._known.get(labels)
+        if child is None:
+            child = self._known[labels] = super().labels(*labels)
+        return child
+
+    def set(self, value: float) -> None:
+        if value != self._shown:
+            super().set(value)
+            self._shown = value
 
 
 class _KvGauges:
@@ -65,6 +87,17 @@ class _KvGauges:
             "KV blocks loaded ahead, and of those in vain, so far",
             (*_STAGE, "result"),
         )
+        self.warmups = gauge(
+            "kv_prefills",
+            "Warm-ups (prefill ahead of a turn), by why they ended, so far",
+            (*_STAGE, "reason"),
+        )
+        self.warmed = gauge(
+            "kv_prefill_tokens",
+            "Prompt tokens of warm-ups: found in the cache, computed, and of those used by a turn "
+            "or wasted, so far",
+            (*_STAGE, "result"),
+        )
         self.reloads = gauge("kv_reloads", "Requests that waited for KV, so far", _STAGE)
         self.reload = gauge(
             "kv_reload_seconds", "How long the newest of them waited", (*_STAGE, "quantile")
@@ -92,6 +125,11 @@ class _KvGauges:
             self.preloads.labels(*labels, "cancelled").set(sum(ahead.cancelled.values()))
             self.preloaded.labels(*labels, "loaded").set(ahead.loaded_blocks)
             self.preloaded.labels(*labels, "wasted").set(ahead.wasted_blocks)
+        if (warmups := kv.warmups) is not None:
+            for reason, count in warmups.ended.items():
+                self.warmups.labels(*labels, reason).set(count)
+            for result in ("found", "computed", "used", "wasted"):
+                self.warmed.labels(*labels, result).set(getattr(warmups, result))
         if dram is None:
             return
         self._tier(
@@ -176,6 +214,12 @@ class Metrics:
         self.false_alarms = self._counter(
             "false_alarms", "Times that speech over an answer was too short to interrupt it"
         )
+        self.choices = self._counter(
+            "replica_choices", "Sessions' turns by why a thinker took them", ("why",)
+        )
+        self.moves = self._counter(
+            "replica_moves", "Sessions' turns that another thinker took than the one before"
+        )
         self.live = self._gauge("sessions", "Live sessions", ("phase",))
         self.requests = self._gauge(
             "requests", "Requests in an engine", (*_STAGE, "state", "urgency")
@@ -207,6 +251,7 @@ class Metrics:
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
         )
         self._counted = Totals()
+        self._counted_replicas = ReplicaTotals()
 
     def event(self, event: Event) -> None:
         self.events.labels(event.kind.name.lower()).inc()
@@ -237,6 +282,14 @@ class Metrics:
         if snapshot.kv is not None:
             self.kv.show(labels, snapshot, snapshot.kv)
 
+    def replicas(self, totals: ReplicaTotals) -> None:
+        """Show how turns were given to replicas."""
+        counted = self._counted_replicas
+        for why, count in (totals.choices - counted.choices).items():
+            self.choices.labels(why).inc(count)
+        self.moves.inc(totals.moved - counted.moved)
+        counted.choices, counted.moved = totals.choices.copy(), totals.moved
+
     def sessions(self, views: Iterable[SessionView], totals: Totals, now_s: float) -> None:
         """Show the sessions by phase and the audio totals."""
         phases = dict.fromkeys(Phase, 0)
@@ -262,7 +315,7 @@ class Metrics:
         return self._get(Counter, name, text, labels)
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-        return self._get(Gauge, name, text, labels, multiprocess_mode="mostrecent")
+        return self._get(_Gauge, name, text, labels, multiprocess_mode="mostrecent")
 
     def _get(self, kind: type, name: str, text: str, labels: tuple[str, ...], **options):  # type: ignore[no-untyped-def]
         full = f"liveserve_{name}"

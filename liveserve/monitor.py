@@ -31,6 +31,8 @@ logger = logging.getLogger("vllm.liveserve")
 
 # That wait for a busy engine; more are refused.
 MAX_PREFETCHES = 16
+# Sessions that one message asks about.
+MAX_ASKED = 256
 # (stage id, replica id) of an engine.
 EngineKey = tuple[int, int]
 Send = Callable[[bytes], Awaitable[bytes]]
@@ -61,6 +63,7 @@ class StageLink:
     replied_at_s: float = float("-inf")
     tried_at_s: float = float("-inf")
     prefetch: list[Prefetch] = field(default_factory=list)
+    kv_of: dict[str, None] = field(default_factory=dict)
     stats: LinkStats = field(default_factory=LinkStats)
     _slots: dict[tuple[int, str, str], int] = field(default_factory=dict)
 
@@ -101,6 +104,8 @@ class StageLink:
         self.outbox = []
         self._slots.clear()
         batch = Batch(boot, now_s, self.next_seq, events, views, detail, prefetch=self.prefetch)
+        batch.kv_of = list(self.kv_of)
+        self.kv_of.clear()
         self.prefetch = []
         self.next_seq += len(events)
         return batch
@@ -141,6 +146,23 @@ class Monitor:
         for link in self.links.values():
             link.push(event)
         self._wake.set()
+
+    def tell(self, key: EngineKey, event: Event) -> None:
+        """Queue ``event`` for one engine."""
+        link = self.links.get(key)
+        if link is not None:
+            link.push(event)
+            self._wake.set()
+
+    def replicas(self, stage_id: int) -> int:
+        """Engines of a stage."""
+        return sum(stage == stage_id for stage, _ in self.links)
+
+    def ask_kv(self, stage_id: int, session_id: str) -> None:
+        """Let the next answers of a stage's engines tell of a session's KV."""
+        for (stage, _), link in self.links.items():
+            if stage == stage_id and len(link.kv_of) < MAX_ASKED:
+                link.kv_of[session_id] = None
 
     def flip(self, switches: Switches) -> None:
         """Tell every engine which mechanisms are on from now."""

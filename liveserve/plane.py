@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from liveserve import gc_guard
 from liveserve.config import LiveServeConfig, change_switches
@@ -15,6 +16,7 @@ from liveserve.events import Event, EventKind, Prefetch, Reply, to_builtins
 from liveserve.metrics import Metrics
 from liveserve.monitor import EngineKey, Monitor, Send
 from liveserve.profile import TurnProfiler, as_json
+from liveserve.replicas import ReplicaBook
 from liveserve.runtime import session_row
 from liveserve.session import SessionTracker
 
@@ -22,8 +24,25 @@ T = TypeVar("T")
 
 logger = logging.getLogger("vllm.liveserve")
 
+# The stage that reads sessions' histories.
+THINKER = 0
+# The user begins to speak; an answer has been added to the history.
+_ASKS = frozenset({EventKind.SPEECH_STARTED, EventKind.RESPONSE_DONE})
+
 
 _current: InteractionPlane | None = None
+
+
+class Warming(Protocol):
+    """Prefills histories ahead of their turns (`liveserve.host.warmup`)."""
+
+    counts: Counter[str]
+
+    def happened(self, event: Event) -> None: ...
+
+    def want(self, session_id: str) -> None: ...
+
+    async def compute(self, asked: Prefetch) -> bool: ...
 
 
 def current_plane() -> InteractionPlane | None:
@@ -46,8 +65,10 @@ class InteractionPlane:
         self.metrics = Metrics()
         self.tracker = SessionTracker(config, self._publish)
         self.profiler = TurnProfiler(self.now_s)
+        self.warmer: Warming | None = None
         self.monitor = Monitor(config, self.tracker.table, engines, self._on_reply)
         self.monitor.profiles = lambda: self.profiler.on
+        self.replicas = ReplicaBook(config.max_sessions)
         self._errors = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gc: gc_guard.GcGuard | None = None
@@ -89,12 +110,35 @@ class InteractionPlane:
             self._gc.answered()
         if self.config.monitor:
             self.monitor.publish(event)
+            self._follow(event)
+        if self.warmer is not None:
+            try:
+                self.warmer.happened(event)
+            except Exception:
+                self.failed("prefill ahead of a turn")
+
+    def _follow(self, event: Event) -> None:
+        """Know in time where a session's KV is, if there are several thinkers."""
+        kind, session_id = event.kind, event.session_id
+        if kind is EventKind.CLOSED:
+            self.replicas.closed(session_id)
+        elif (
+            (kind in _ASKS or kind is EventKind.INPUT)
+            and self.monitor.replicas(THINKER) > 1
+            and self.replicas.asks(session_id, event.at_s, at_once=kind in _ASKS)
+        ):
+            self.monitor.ask_kv(THINKER, session_id)
 
     def _on_reply(self, key: EngineKey, reply: Reply, took_s: float) -> None:
         self.metrics.reply(key, reply.snapshot, took_s)
         if reply.marks:
             self.profiler.marked(reply.snapshot.stage, reply.marks)
         now_s = self.now_s()
+        if key[0] == THINKER:
+            asked_s = now_s - took_s
+            self.replicas.told(key[1], reply.snapshot, reply.kv_sessions, asked_s, now_s)
+            self.replicas.keep(replica for stage, replica in self.monitor.links if stage == THINKER)
+            self.metrics.replicas(self.replicas.totals)
         self.tracker.expire_turns(now_s)
         self.metrics.sessions(self.tracker.table, self.tracker.totals, now_s)
 
@@ -145,7 +189,11 @@ class InteractionPlane:
         if not self.config.monitor:
             return {"engines": [], "monitor": "off"}
         fresh = await self.monitor.query(timeout_s)
-        return {"engines": [kv_report(*key, reply) for key, reply in sorted(fresh.items())]}
+        return {
+            "engines": [kv_report(*key, reply) for key, reply in sorted(fresh.items())],
+            "replicas": self.replicas.report(on=self.monitor.switches.replicas),
+            "warmups": dict(self.warmer.counts) if self.warmer else {},
+        }
 
     async def prefetch(self, asked: Prefetch) -> None:
         """Let the engines load what ``asked`` names, as far as there is time and room.
@@ -153,11 +201,17 @@ class InteractionPlane:
         Raises:
             KeyError: there is no such session.
             BufferError: too much of it waits for a busy engine already, or there is no engine.
+            ValueError: it cannot be computed; says why.
         """
         if not asked.token_ids and self.tracker.table.get(asked.session_id) is None:
             raise KeyError(asked.session_id)
         if not self.monitor.prefetch(asked):
             raise BufferError
+        if asked.compute and (self.warmer is None or not await self.warmer.compute(asked)):
+            raise ValueError(
+                "prefetch: compute needs an omni server with --kv-connector liveserve and the "
+                "switch kv_prefill on; without it what is in DRAM is loaded"
+            )
 
     async def profile(self, *, seconds: float, after: int) -> dict[str, object]:
         """Note for ``seconds`` more where turns spend their time; turns above number ``after``."""

@@ -109,7 +109,8 @@ class Turn(msgspec.Struct):
     """One turn. Times are seconds on the API process's monotonic clock; None: not seen.
 
     Attributes:
-        number: counts up; turns are asked for from one on.
+        number: counts up in the order in which turns were done, marks and all; turns are asked for
+            from one on. 0: not yet.
         submitted_s: its request left for the first engine.
         token_s, text_s, audio_s: first text token made, first text and first audio sent to the
             client.
@@ -185,9 +186,8 @@ class TurnProfiler:
             self.speech_ended(session_id, event.at_s)
         elif kind is EventKind.COMMITTED:
             self._finish(session_id, "superseded")
-            self._numbers += 1
             speech_end_s = self._ends.pop(session_id, event.at_s)
-            self._now[session_id] = Turn(self._numbers, session_id, speech_end_s)
+            self._now[session_id] = Turn(0, session_id, speech_end_s)
             if len(self._now) > self._max:
                 self._now.popitem(last=False)
         elif kind is EventKind.BARGE_IN:
@@ -268,6 +268,8 @@ class TurnProfiler:
             split(turn)
             wanted = TO_AUDIO if turn.audio_s is not None else TO_TEXT
             if now_s >= until_s or all(part in turn.parts for part in wanted):
+                self._numbers += 1
+                turn.number = self._numbers
                 self._done.append(turn)
             else:
                 left.append((until_s, turn))

@@ -36,9 +36,10 @@ from liveserve.profile import StageProfile
 from liveserve.ring import EventRing
 from liveserve.scheduler.chunking import ChunkPolicy, ChunkTimes
 from liveserve.scheduler.pacing import may_hold
-from liveserve.scheduler.plan import Budgets, Candidate, Plan, plan
+from liveserve.scheduler.plan import NO_BUDGETS, Budgets, Candidate, Plan, plan
+from liveserve.scheduler.replicas import PrefillCost
 from liveserve.scheduler.urgency import Rank, Urgency, rank
-from liveserve.scheduler.views import Phase, SessionView
+from liveserve.scheduler.views import SessionView
 from liveserve.session import SessionTable
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ _BARGE_IN_PRIOR = 0.1
 # A held request keeps its slot. Where more sessions are open than there are slots, nobody is held
 # while more than this share of them is taken: those held must have time to end before the rest is.
 _SLOTS_SHARE = 0.75
-# The host budgets tokens and blocks itself; the plan gives it the order and the holds.
-_NO_BUDGETS = Budgets(1 << 60, None, None)
 # Rows of requests and of sessions in a detailed reply.
 MAX_ROWS = 512
 
@@ -163,6 +162,8 @@ class StageRuntime:
         # KV blocks that are free, but kept for those in the pool: they count as pressure, since
         # nobody is admitted to them. Set by what reserves them (`liveserve.host.reserve`).
         self.promised_blocks = 0
+        # Tokens of prompts that are not computed yet; set by the scheduler's seam.
+        self.queued_tokens: Callable[[], int] | None = None
         self.chunk_times = ChunkTimes()
         self.profile = StageProfile(clock)
         # Told of every event before it changes its session's view (`liveserve.host.unheard`).
@@ -175,20 +176,23 @@ class StageRuntime:
         self._chunk_time_s: float | None = None
         self._chunk_frames = config.chunks.largest  # frames for which a held request is let go on
         self._set_policy()
-        self._waiting: tuple[bool, bool] | None = None  # see `_waits`; None: ask the views
         self._queues = queues
         self._session_of = session_of
         self._clock = clock
         self._boot = boot_id()
         self._offset_s: float | None = None
+        # Of the requests that the last round found, kept up to date; `ranks` unless it failed.
         self._known: dict[str, _Known] = {}
+        self._ranks: dict[str, Rank] = {}
         self._candidates: list[Candidate] = []  # those of them that can run
-        self._budgets = _NO_BUDGETS
+        self._urgent = False  # one of those is not U2
+        self._budgets = NO_BUDGETS
         self._holds = 0
         self._deadline_s: float | None = None
         self._by_class = ([0, 0, 0], [0, 0, 0])
         self._step_ms = 0.0
         self.token_s = 0.0  # what a step takes per padded token, on average
+        self._prefill = PrefillCost()
         self._steps = 0
         self._tokens = 0
         self._tokens_per_s = 0.0
@@ -267,9 +271,9 @@ class StageRuntime:
             if known is not None:
                 known.since_s = now_s
 
-    def stepped(self, began_s: float, tokens: int, padded: int = 1) -> None:
+    def stepped(self, began_s: float, tokens: int, padded: int = 1, taken: int = 0) -> None:
         """A model step that was scheduled at ``began_s`` is complete: it made ``tokens``, and took
-        in ``padded`` tokens if every request counts as much as the longest.
+        in ``taken``, or ``padded`` if every request counts as much as the longest.
         """
         now_s = self._clock()
         # With async scheduling steps overlap: a step's own time starts where the last one ended.
@@ -278,6 +282,8 @@ class StageRuntime:
         each_s = 1e-3 * took_ms / max(1, padded)
         self.token_s += (each_s - self.token_s) * (_STEP_WEIGHT if self._steps else 1.0)
         self._step_ms += (took_ms - self._step_ms) * (_STEP_WEIGHT if self._steps else 1.0)
+        if taken:
+            self._prefill.stepped(took_ms / 1e3, taken)
         self._steps += 1
         self._tokens += tokens
 
@@ -312,22 +318,24 @@ class StageRuntime:
         try:
             batch = decode_batch(payload)
             self._receive(batch)
-            detail = batch.detail
+            detail, kv_of = batch.detail, batch.kv_of
         except Exception:
             self._failed("exchange")
             self.ring.stale = True
-            detail = False
+            detail, kv_of = False, []
         self.round()
         reply = Reply(self.snapshot(fresh=detail), self.ring.next_seq, resync=self.ring.stale)
         if self.profile.on:
             reply.marks = self.profile.take(self._offset_s or 0.0)
-        if detail:
-            try:
+        try:
+            if detail:
                 reply.requests, reply.views = self._request_rows(), self._session_rows()
                 if self.kv is not None:
                     reply.kv_sessions = self.kv.session_rows(MAX_ROWS)
-            except Exception:
-                self._failed("detail")
+            elif kv_of and self.kv is not None:
+                reply.kv_sessions = self.kv.rows_of(kv_of)
+        except Exception:
+            self._failed("detail")
         return encode(reply)
 
     def snapshot(self, *, fresh: bool = True) -> PressureSnapshot:
@@ -362,6 +370,9 @@ class StageRuntime:
             events_total=self.ring.total,
             events_lost=self.ring.lost,
             errors_total=self.errors,
+            queued_tokens=self.queued_tokens() if self.queued_tokens is not None else 0,
+            oldest_wait_s=self._oldest_wait_s(now_s),
+            prefill_token_us=1e6 * (self._prefill.token_s or 0.0),
             kv=self._kv_snapshot(fresh=fresh),
         )
 
@@ -403,7 +414,6 @@ class StageRuntime:
             if self.kv is not None:
                 self.kv.signals.load(self.table, self._clock())
                 self.preload(lambda preload: preload.load(self.table, self._clock()))
-            self._waiting = None
         events = batch.events
         if offset_s:
             events = [
@@ -427,38 +437,42 @@ class StageRuntime:
         for event in self.ring.drain():
             for listener in self.on_event:
                 listener(event)
-            self._tell_kv(event, self.table.apply(event))
-            self._waiting = None
+            view = self.table.apply(event)
+            if self.kv is not None:
+                self._tell_kv(event, view)
             interrupted = event.kind is EventKind.BARGE_IN
             if interrupted or (
                 event.kind is EventKind.RESPONSE_DONE and event.detail == "completed"
             ):
                 self.barge_in_rate += _BARGE_IN_WEIGHT * (interrupted - self.barge_in_rate)
-        self.preload(lambda preload: preload.step(now_s))
+        if self.kv is not None:
+            self.preload(lambda preload: preload.step(now_s))
         queues, view_of, p_safe_s = self._queues, self.table.get, self.policy.p_safe_s
-        can_run, known_before = queues.can_run, self._known.get
+        can_run, known, ranks = queues.can_run, self._known, self._ranks
+        known_before = known.get
         # Where a token has no length (thinker, code2wav) only what the listener has counts: text
         # ahead of the speech is no use until the stages after this one took it.
         token_s = self.info.token_s
         sent_s, trusted, held_blocks = self.sent_s, not self.ring.stale, None
+        enough = Urgency.U2
         used, total = queues.kv_blocks()
         used = min(total, used + self.promised_blocks)
-        self._budgets = _NO_BUDGETS
+        self._budgets = NO_BUDGETS  # the host has its own; the plan gives it order and holds
         if total and used > self.policy.kv_high_watermark * total:
             held_blocks = queues.kv_blocks_of
-            self._budgets = Budgets(_NO_BUDGETS.tokens, total - used, total)
-        known: dict[str, _Known] = {}
-        ranks: dict[str, Rank] = {}
+            self._budgets = Budgets(NO_BUDGETS.tokens, total - used, total)
         candidates: list[Candidate] = []
         by_class = ([0, 0, 0], [0, 0, 0])
+        urgent, here = False, 0
         for waiting, requests in enumerate((queues.running(), queues.waiting())):
             counts = by_class[waiting]
             for request in requests:
                 request_id = request.request_id
                 one = known_before(request_id)
                 if one is None:
-                    one = self._meet(request_id, now_s, len(known))
-                known[request_id] = one
+                    one = known[request_id] = self._meet(request_id, now_s, here)
+                    ranks[request_id] = one.rank
+                here += 1
                 view = view_of(one.session_id) if trusted else None
                 if view is None:
                     made_s = 0.0
@@ -469,22 +483,32 @@ class StageRuntime:
                 else:
                     made_s = request.num_output_tokens * token_s
                 one.made_s = made_s
-                ranked = rank(view, made_s, p_safe_s, one.arrival_s, now_s, one.rank)
-                ranks[request_id] = ranked
-                counts[ranked.urgency] += 1
+                urgency = rank(view, made_s, p_safe_s, one.arrival_s, now_s, one.rank).urgency
+                counts[urgency] += 1
                 if not can_run(request):
                     one.since_s = math.inf
                     continue
                 if one.since_s == math.inf:
                     one.since_s = now_s  # it could not run a round ago: it has waited since now
+                if urgency is not enough:
+                    urgent = True
                 one.waiting = waiting == 1
                 one.kv_blocks_held = held_blocks(request) if held_blocks else None
                 candidates.append(one)
-        self._known, self.ranks, self._candidates = known, ranks, candidates
-        self._by_class = by_class
-        if sent_s:
+        if len(known) > here:
+            self._forget_gone()
+        self.ranks, self._candidates = ranks, candidates
+        self._by_class, self._urgent = by_class, urgent
+        if not sent_s.keys() <= ranks.keys():
             for request_id in sent_s.keys() - ranks.keys():
                 del sent_s[request_id]
+
+    def _forget_gone(self) -> None:
+        queues = self._queues
+        here = {request.request_id for request in queues.running()}
+        here.update([request.request_id for request in queues.waiting()])
+        for request_id in self._known.keys() - here:
+            del self._known[request_id], self._ranks[request_id]
 
     def _meet(self, request_id: str, now_s: float, met: int) -> _Known:
         """A request that came since the last round; those keep the order in which they came."""
@@ -533,6 +557,10 @@ class StageRuntime:
             self._failed("KV signals")
             self.kv.signals.trust(False)  # until the next set of views
 
+    def _oldest_wait_s(self, now_s: float) -> float:
+        since_s = (known.since_s for known in self._known.values() if known.waiting)
+        return max(0.0, now_s - min(since_s, default=now_s))
+
     def _kv_snapshot(self, *, fresh: bool) -> KvSnapshot | None:
         try:
             return self.kv.snapshot(fresh=fresh) if self.kv is not None else None
@@ -553,45 +581,26 @@ class StageRuntime:
         self._tight_policy = self.config.policy(name, switches, time_s, tight=True)
 
     def _plan(self, now_s: float) -> Plan:
-        candidates, enough = self._candidates, Urgency.U2
-        urgent = self.first_audio_waits() or any(
-            [candidate.rank.urgency is not enough for candidate in candidates]
-        )
+        urgent = self._urgent or self.first_audio_waits()
         policy = self._tight_policy if urgent else self.policy
         running, slots = sum(self._by_class[0]), self.info.slots
         if slots and running > _SLOTS_SHARE * slots and len(self.table) > slots:
             policy = self._unpaced_policy
         return plan(
-            candidates,
+            self._candidates,
             self._budgets,
             self.held,
             now_s,
             policy,
             barge_in_rate=self.barge_in_rate,
-            contended=self._waits()[1],
+            contended=bool(self.table.expecting),
         )
 
     def first_audio_waits(self) -> bool:
         """Whether a session waits for its first audio, in whichever stage. Stages share the
         machine, and the next one will have to run for it.
         """
-        return self._waits()[0]
-
-    def _waits(self) -> tuple[bool, bool]:
-        """Whether a session waits for its first audio; whether one does, or its user speaks and it
-        soon will. Views change with events only, so they are asked once after each.
-        """
-        if self._waiting is None:
-            thinks = speaks = False
-            for view in self.table:
-                thinks = thinks or (view.phase is Phase.THINKING and view.wants_audio)
-                speaks = (
-                    speaks
-                    or view.phase is Phase.THINKING
-                    or (view.speech_active and view.wants_audio)
-                )
-            self._waiting = (thinks, speaks)
-        return self._waiting
+        return bool(self.table.thinking)
 
     def _request_rows(self) -> list[RequestRow]:
         rows: list[RequestRow] = []

@@ -18,6 +18,11 @@ from liveserve.scheduler.views import Phase, SessionView
 
 # Weight of the newest response in the average of seconds of speech per text token.
 _PACE_WEIGHT = 0.3
+_NAMES = {kind: kind.name.lower() for kind in EventKind}
+# What changes no phase, and whether nobody speaks.
+_CLOCK_ONLY = frozenset(
+    {EventKind.PLAYBACK, EventKind.RATE, EventKind.REPLY_GAP, EventKind.TEXT_PACE}
+)
 # Responses per session whose routed and acked positions are remembered, for late acks.
 _REMEMBERED_RESPONSES = 4
 
@@ -75,10 +80,20 @@ def apply(view: SessionView, event: Event, *, use_acks: bool = True) -> None:
 
 
 class SessionTable:
-    """Views by session id, at most ``max_sessions``; the longest silent one is forgotten first."""
+    """Views by session id, at most ``max_sessions``; the longest silent one is forgotten first.
+
+    Attributes:
+        thinking: sessions that wait for their first audio.
+        expecting: sessions that wait for an answer, or soon will for audio: their users speak.
+        get: the view of a session id, or None.
+    """
 
     def __init__(self, max_sessions: int, *, use_acks: bool = True) -> None:
         self._views: dict[str, SessionView] = {}
+        self.thinking: set[str] = set()
+        self.expecting: set[str] = set()
+        # The dict's own method: it is asked once for each request of every round.
+        self.get: Callable[[str], SessionView | None] = self._views.get
         self._max = max_sessions
         self._use_acks = use_acks
 
@@ -88,26 +103,48 @@ class SessionTable:
     def __iter__(self) -> Iterator[SessionView]:
         return iter(self._views.values())
 
-    def get(self, session_id: str) -> SessionView | None:
-        return self._views.get(session_id)
-
     def apply(self, event: Event) -> SessionView | None:
         """Apply ``event``, creating the session if it is new. Returns None once it is closed."""
-        view = self._views.pop(event.session_id, None)
+        views, session_id = self._views, event.session_id
+        view = views.pop(session_id, None)
         if event.kind is EventKind.CLOSED:
+            self._forget(session_id)
             return None
         if view is None:
-            if len(self._views) >= self._max:
-                del self._views[next(iter(self._views))]
-            view = SessionView(event.session_id, opened_at_s=event.at_s)
+            if len(views) >= self._max:
+                oldest = next(iter(views))
+                del views[oldest]
+                self._forget(oldest)
+            view = SessionView(session_id, opened_at_s=event.at_s)
         apply(view, event, use_acks=self._use_acks)
-        self._views[event.session_id] = view  # newest last
+        views[session_id] = view  # newest last
+        if event.kind not in _CLOCK_ONLY:
+            self._sort_in(view)
         return view
+
+    def _sort_in(self, view: SessionView) -> None:
+        thinks = view.phase is Phase.THINKING
+        if thinks and view.wants_audio:
+            self.thinking.add(view.session_id)
+        else:
+            self.thinking.discard(view.session_id)
+        if thinks or (view.speech_active and view.wants_audio):
+            self.expecting.add(view.session_id)
+        else:
+            self.expecting.discard(view.session_id)
+
+    def _forget(self, session_id: str) -> None:
+        self.thinking.discard(session_id)
+        self.expecting.discard(session_id)
 
     def load(self, views: Iterable[SessionView]) -> None:
         """Replace everything by ``views``, cut to the newest ``max_sessions``."""
         newest = sorted(views, key=lambda view: view.last_event_s)[-self._max :]
-        self._views = {view.session_id: view for view in newest}
+        for known in (self._views, self.thinking, self.expecting):
+            known.clear()
+        for view in newest:
+            self._views[view.session_id] = view
+            self._sort_in(view)
 
 
 class AckRefused(ValueError):
@@ -493,6 +530,6 @@ class SessionTracker:
     ) -> None:
         event = Event(kind, session_id, now_s, value_s, response_id, detail)
         self.table.apply(event)
-        name = kind.name.lower()
+        name = _NAMES[kind]
         self.totals.events[name] = self.totals.events.get(name, 0) + 1
         self._publish(event)

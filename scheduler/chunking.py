@@ -14,9 +14,9 @@ import msgspec
 from liveserve.scheduler.playback import PlaybackClock
 
 # Weight of the newest observation in the running averages.
-_WEIGHT = 0.1
+WEIGHT = 0.1
 # Two frames of a request further apart than this were not made one after the other.
-_PAUSE_S = 0.5
+PAUSE_S = 0.5
 # What a frame and a delivery take while nothing is known.
 _GUESS_S = 0.1
 
@@ -68,11 +68,11 @@ class ChunkTimes:
         self.frame_s = self.deliver_s = _GUESS_S
 
     def framed(self, took_s: float) -> None:
-        if took_s < _PAUSE_S:
-            self.frame_s += _WEIGHT * (took_s - self.frame_s)
+        if took_s < PAUSE_S:
+            self.frame_s += WEIGHT * (took_s - self.frame_s)
 
     def delivered(self, took_s: float) -> None:
-        self.deliver_s += _WEIGHT * (took_s - self.deliver_s)
+        self.deliver_s += WEIGHT * (took_s - self.deliver_s)
 
     def lead_s(self, frames: int, policy: ChunkPolicy) -> float:
         """Wall seconds from making the first of ``frames`` frames until the client has them."""
@@ -126,6 +126,11 @@ class ChunkProgress:
         self._under_way.append((self.sent * frame_audio_s, now_s))
         return count
 
+    def least(self, policy: ChunkPolicy) -> int:
+        """No fewer pending frames are ever due; the more were sent, the more it takes."""
+        sent = self.sent
+        return min(max(sent, policy.smallest), policy.small, policy.largest) if sent else 1
+
     def is_due(
         self,
         policy: ChunkPolicy,
@@ -142,14 +147,15 @@ class ChunkProgress:
             frame_audio_s: seconds of audio per frame.
             now_s: the time.
         """
-        if self.sent == 0:
-            return self.pending >= self._first(policy, clock, frame_audio_s)
-        if self.pending >= policy.largest:
+        sent = self.sent
+        pending = self.total - sent
+        if sent == 0:
+            return pending >= self._first(policy, clock, frame_audio_s)
+        if pending >= policy.largest:
             return True
-        least = min(max(self.sent, policy.smallest), policy.small)  # grows with what was sent
-        if clock is None or self.pending < least:
+        if clock is None or pending < self.least(policy):
             return False
-        ahead_s = (self.sent * frame_audio_s - clock.played_s(now_s)) / clock.rate
+        ahead_s = (sent * frame_audio_s - clock.played_s(now_s)) / clock.rate
         return ahead_s <= self.times.lead_s(1, policy)
 
     def _first(self, policy: ChunkPolicy, clock: PlaybackClock | None, frame_audio_s: float) -> int:

@@ -15,24 +15,19 @@ from liveserve.scheduler.utility import Weights
 _RARE = 0.02
 
 
-class Bar(NamedTuple):
-    """A request may be held while P > ``buffer_s`` and U < ``utility``."""
-
-    buffer_s: float
-    utility: float
-
-
 class Bars(NamedTuple):
-    """What a U2 request must pass to be held this round.
+    """What a U2 request must pass to be held this round: more buffer, and less utility.
 
     Attributes:
-        start: for one that was not held in the round before.
-        stay: for one that was; lower, so that a hold lasts.
+        start_s, start_utility: for one that was not held in the round before.
+        stay_s, stay_utility: for one that was; less buffer will do, so that a hold lasts.
         since_s: one that last ran, or became able to, at this time or earlier is not held.
     """
 
-    start: Bar
-    stay: Bar
+    start_s: float
+    start_utility: float
+    stay_s: float
+    stay_utility: float
     since_s: float
 
 
@@ -58,9 +53,7 @@ def bars(of_round: Weights, now_s: float, config: PolicyConfig) -> Bars:
     start = stay = math.inf
     if config.utility:
         start, stay = of_round.per_second * (config.p_release_s - config.p_hold_s), 0.0
-    return Bars(
-        Bar(config.p_hold_s, start), Bar(config.p_release_s, stay), now_s - config.age_limit_s
-    )
+    return Bars(config.p_hold_s, start, config.p_release_s, stay, now_s - config.age_limit_s)
 
 
 def next_deadline_s(
@@ -73,5 +66,7 @@ def next_deadline_s(
             second per second; a listener who pauses only makes the deadline early.
         least_since_s: earliest time at which one of them last ran.
     """
-    falls_s = now_s + max(0.0, least_buffer_s - config.p_release_s)
-    return min(falls_s, least_since_s + config.age_limit_s)
+    left_s = least_buffer_s - config.p_release_s
+    falls_s = now_s + left_s if left_s > 0.0 else now_s
+    oldest_s = least_since_s + config.age_limit_s
+    return oldest_s if oldest_s < falls_s else falls_s

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from liveserve.bench.compare import PRESETS, STOCK, Run, _verdict, compare
+from liveserve.bench.compare import PRESETS, STOCK, UNLOADED, Run, _verdict, compare
 
 
 def made(arm: str, pair: int, case: str = "c", **metrics: float) -> Run:
@@ -77,7 +77,7 @@ def test_loss_at_low_load_is_that_of_the_metric_with_the_worst_median():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_valid_and_both_servers_get_the_same_users(name):
     preset = PRESETS[name]
-    assert preset.arms[0].name == STOCK
+    assert preset.arms[0].name == (UNLOADED if name == "preload" else STOCK)
     assert len({arm.name for arm in preset.arms}) == len(preset.arms)
     for case in preset.cases.values():
         case.validate()

@@ -17,6 +17,7 @@ from liveserve.bench.prefill import Reading, prefill_metrics, read_thinker
 from liveserve.bench.records import ResponseRecord
 from liveserve.bench.server import parse_prompt_tokens
 from liveserve.bench.workload import instructions_text
+from liveserve.host.sessions import warmup_id
 
 
 def request(session: str, turn: int) -> str:
@@ -66,6 +67,22 @@ def test_a_prompt_that_is_computed_twice_counts_twice(tmp_path):
     (reading,) = read_thinker(tmp_path)
     assert (reading.cached, reading.computed) == (0, 80)
     assert prefill_metrics([reading])["prefill_tokens_recomputed"] == 40
+
+
+def test_what_was_computed_ahead_of_a_turn_is_computed_and_no_turn(tmp_path):
+    ahead, a = warmup_id("a", 0), request("a", 0)
+    write_record(
+        tmp_path,
+        {"tokens": {ahead: 64}, "new": {ahead: [100, 0]}},
+        {"tokens": {ahead: 32}, "new": {}},
+        {"tokens": {a: 24}, "new": {a: [120, 96]}},
+        {"sampled": {a: [7]}},
+    )
+    readings = read_thinker(tmp_path)
+    assert [reading.ahead for reading in readings] == [True, False]
+    metrics = prefill_metrics(readings)
+    assert (metrics["prompt_tokens"], metrics["prefill_tokens_computed"]) == (120, 120)
+    assert metrics["prefill_tokens_recomputed"] == 0
 
 
 def test_nothing_asked_is_no_share():

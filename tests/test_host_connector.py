@@ -134,6 +134,8 @@ def scenarios(folder: Path) -> dict[str, Any]:
     for scenario in (
         turns,
         turns_on_the_hosts_scheduler,
+        turns_of_a_worker_elsewhere,
+        next_round,
         load_error,
         corrupt,
         companion_error,
@@ -199,6 +201,46 @@ def turns(folder: Path, tokens: Tokens) -> dict[str, Any]:
 def turns_on_the_hosts_scheduler(folder: Path, tokens: Tokens) -> dict[str, Any]:
     with engine(folder, None) as driver:
         return _turns(driver, tokens)
+
+
+def turns_of_a_worker_elsewhere(folder: Path, tokens: Tokens) -> dict[str, Any]:
+    """What ended is reported with the steps, as from another process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    with engine(folder) as driver:
+        connector(driver)._here, get_kv_transfer_group().reports = None, True
+        return _turns(driver, tokens)
+
+
+def next_round(folder: Path, tokens: Tokens) -> dict[str, Any]:
+    """A load is over when the round after the request's first begins."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    with engine(folder) as driver:
+        half, jobs = get_kv_transfer_group(), []
+        after_forward = half.start_load_kv
+
+        def start(*args: Any, **kwargs: Any) -> None:
+            jobs.append(worker().num_moving)
+            after_forward(*args, **kwargs)
+
+        history = prompt(1, 100)
+        ask(driver, "first", history)
+        settle(driver)
+        fill(driver)
+        driver.add("second", history, params(8))
+        half.start_load_kv = start
+        driver.step()
+        began = jobs[:]
+        deadline_s = time.monotonic() + 20.0
+        while worker().engine.num_unfinished:
+            assert time.monotonic() < deadline_s, "the load does not end"
+            time.sleep(0.001)
+        driver.step()
+        known = bool(driver.tokens.get("second"))
+        until(driver, lambda: "second" in driver.finished)
+        same = driver.tokens["second"] == tokens(history)
+        return {"same": same, "began": began, "known": known, "leaks": leaks(driver)}
 
 
 def _reload(
@@ -426,7 +468,7 @@ def convoy(folder: Path, tokens: Tokens) -> dict[str, Any]:
         return {
             "same": all(driver.tokens[name] == tokens(ids) for name, ids in asked.items()),
             "loaded": manager(driver).report().loaded,
-            "joined": manager(driver).totals.joined,
+            "waited": manager(driver).report().reloads,
             "leaks": leaks(driver),
         }
 
@@ -435,7 +477,7 @@ def slow_link(folder: Path, tokens: Tokens) -> dict[str, Any]:
     """A load that takes longer than a request may wait."""
     with engine(folder, extra={"link_gbps": 0.0005, "load_timeout_s": 0.05}) as driver:
         found = _reload(driver, tokens, lambda: None)
-        return found | {"timeouts": manager(driver).totals.timeouts}
+        return found | {"timeouts": manager(driver).report().timeouts}
 
 
 def switched_off(folder: Path, tokens: Tokens) -> dict[str, Any]:
@@ -486,7 +528,7 @@ def preloaded(folder: Path, tokens: Tokens) -> dict[str, Any]:
         found = {"keys": len(keys), "ended": load.ended, "left": tier.offloaded("first")}
         found["same"] = ask(driver, "second", history) == tokens(history)
         report = tier.report()
-        found |= {"preloaded": report.preloaded, "hits": report.hits, "waits": tier.totals.waits}
+        found |= {"preloaded": report.preloaded, "hits": report.hits, "waits": report.reloads}
         return found | {"leaks": leaks(driver)}
 
 
@@ -505,7 +547,9 @@ def test_token_ids_are_those_without_the_tier_in_any_scenario(found):
         assert all(same) if isinstance(same, list) else same, name
 
 
-@pytest.mark.parametrize("name", ["turns", "turns_on_the_hosts_scheduler"])
+@pytest.mark.parametrize(
+    "name", ["turns", "turns_on_the_hosts_scheduler", "turns_of_a_worker_elsewhere"]
+)
 def test_blocks_are_stored_evicted_and_loaded_again(found, name):
     one = found[name]
     # Three full blocks a session and turn at most, and each is stored once.
@@ -513,6 +557,10 @@ def test_blocks_are_stored_evicted_and_loaded_again(found, name):
     assert one["loaded"] >= 8
     assert one["hits"] >= one["loaded"]
     assert one["failed"] == 0
+
+
+def test_a_load_begins_with_its_step_and_is_known_when_the_next_round_begins(found):
+    assert (found["next_round"]["began"], found["next_round"]["known"]) == ([1], True)
 
 
 def test_a_load_that_fails_is_recomputed(found):
@@ -572,7 +620,7 @@ def test_preemption(found):
 
 def test_one_load_serves_all_who_share_a_prefix(found):
     assert found["convoy"]["loaded"] == 4
-    assert found["convoy"]["joined"] == 7
+    assert found["convoy"]["waited"] == 8
 
 
 def test_nobody_waits_longer_than_allowed(found):

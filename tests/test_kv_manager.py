@@ -262,7 +262,7 @@ def test_many_with_one_prefix_wait_for_one_load():
     for name, wanted in own.items():
         assert not world.asks(name, wanted)
         taken += world.gets(name, wanted)
-    assert world.manager.totals.joined == 5
+    assert world.manager.report().reloads == 6
     assert world.manager.report().loaded == 8
     world.pool.release(taken)
     assert world.idle()
@@ -379,7 +379,7 @@ def test_a_load_that_takes_too_long_is_given_up():
     world.now_s = 5.1
     assert not world.asks("r", history)
     assert world.plan().cancel == (job.number,)
-    assert world.manager.totals.timeouts == 1
+    assert world.manager.report().timeouts == 1
     world.pool.release(world.gets("r", history))
     assert world.idle()
 
@@ -389,7 +389,7 @@ def test_a_load_leaves_what_others_count_on():
     world.in_dram(history)
     world.pool.reserved = 5
     assert not world.asks("r", history)
-    assert world.manager.totals.no_room == 1
+    assert world.manager.report().no_room == 1
     world.pool.reserved = 4
     assert world.asks("r", history)
 
@@ -448,7 +448,7 @@ def test_stores_are_bounded_and_go_prefix_first():
     world.settle()
     assert world.idle()
     assert world.manager.report().used == 5
-    assert world.manager.totals.store_missed == 3
+    assert world.manager.report().store_missed == 3
 
 
 def test_the_prefix_of_a_stored_turn_is_evicted_from_the_gpu_last():
@@ -560,7 +560,7 @@ def test_switched_off_nothing_begins_and_what_is_under_way_ends():
     world, history = World(blocks=32), keys("a", 4)
     world.in_dram(history)
     world.turn("b", keys("b", 4))
-    world.manager.stores_on = world.manager.loads_on = False
+    world.manager.switch(loads=False, stores=False, policy=True)
     world.turn("c", keys("c", 4))
     assert not world.asks("r", history)
     assert world.manager.preload(history, "a") is None

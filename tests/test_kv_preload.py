@@ -34,7 +34,7 @@ class Machine:
 
     Every history block holds a value of its own, so that what is on the GPU can be checked.
     ``victims`` notes how soon each block was expected to be needed that a preload evicted, and how
-    soon the preload was.
+    soon the preload was; of a preload for speech, both count from when a user begins to speak.
     """
 
     def __init__(
@@ -87,6 +87,9 @@ class Machine:
             return None
         now_s = self.asked[-1]
         wait_s = self.preloader.left_s(session, now_s)
+        if self.preloader._sessions[session].spoke:
+            lag_s = self.preloader._lag.mean_s
+            wait_s = max(0.0, wait_s - self.preloader._utterances.mean_s - lag_s)
         before = {b: self.gpu.wait_s(b, now_s) for b in range(self.gpu.table.num_blocks)
                   if self.gpu.table.evictable[b]}  # fmt: skip
         blocks = self.take(len(keys))
@@ -290,8 +293,7 @@ def test_nothing_that_is_needed_sooner_is_evicted():
         machine.next_use.waiting(session, plays_until_s, 1.0, 0.0)
         machine.used(session)
     assert (machine.on_gpu("soon"), machine.on_gpu("late")) == (3, 3)
-    machine.next_use.needed("a", 0.0)
-    preloader.wanted("a", 0.0, SPEECH)  # 4 s: after "soon" is needed, before "late" is
+    preloader.wanted("a", 0.0, PREFETCH, due_s=4.0)  # after "soon" is needed, before "late" is
     preloader.step(0.0)
     assert [len(t) for t in machine.jobs.values()] == [5]  # 2 blank blocks and those of "late"
     assert machine.on_gpu("soon") == 3
@@ -300,6 +302,78 @@ def test_nothing_that_is_needed_sooner_is_evicted():
     preloader.step(0.1)
     assert preloader.totals.refused == {"room": 1}
     machine.check(preloader)
+
+
+def test_who_does_not_speak_yet_is_needed_an_utterance_later_than_who_does():
+    machine = Machine(9, 16)
+    preloader = preloading(machine)
+    for session in ("a", "speaks", "soon", "lengthy"):
+        machine.offload(session, 3)
+    for session in ("speaks", "soon"):
+        preloader.wanted(session, 0.0, PREFETCH, due_s=5.0)
+        preloader.step(0.0)
+        machine.settle()
+        machine.ended(preloader)
+        preloader.arrived(session, 0.0)
+    machine.next_use.needed("speaks", 1.0)
+    machine.next_use.waiting("soon", 1.0, 1.0, 1.0)
+    for session in ("speaks", "soon"):
+        machine.used(session)
+    say(preloader, "lengthy", 60.0, 0.0)
+    left = machine.take(3)  # blank ones
+    machine.now_s = 61.0
+    machine.next_use.waiting("soon", 61.0, 1.0, 61.0)
+    machine.next_use.needed("speaks", 61.0)
+    preloader.wanted("lengthy", 61.0, SPEECH)  # goes on for long: "soon" will have spoken before
+    preloader.step(61.0)
+    assert preloader.num_jobs == 0
+    assert preloader.totals.refused == {"room": 1}
+    preloader.wanted("a", 61.0, SPEECH)  # "soon" begins in 1 s and speaks for as long
+    preloader.step(61.0)
+    assert [job.tag for job in machine.jobs] == ["a"]
+    assert (machine.on_gpu("soon"), machine.on_gpu("speaks")) == (0, 3)
+    machine.settle()
+    machine.ended(preloader)
+    machine.free(left, blank=True)
+    machine.check(preloader)
+
+
+def test_what_has_no_room_is_looked_at_again_while_there_is_time():
+    machine = Machine(4, 8)
+    preloader = preloading(machine)
+    machine.offload("a", 4)
+    taken = machine.take(4)
+    preloader.wanted("a", 0.0, SPEECH)  # needed in 4.1 s
+    for round_ in range(300):
+        preloader.step(0.01 * round_)
+    assert preloader.totals.refused["room"] > 5
+    machine.free(taken, blank=True)
+    for round_ in range(300, 400):
+        preloader.step(0.01 * round_)
+        if preloader.num_jobs:
+            break
+    # An eighth of what is left at 3 s, at the latest.
+    assert 0.01 * round_ - 3.0 <= (4.1 - 3.0) / 8 + 0.02
+    machine.settle()
+    machine.ended(preloader)
+    machine.check(preloader)
+
+
+def test_events_that_their_own_request_has_overtaken_are_no_news():
+    machine = Machine(8, 8)
+    preloader = preloading(machine)
+    machine.offload("a", 4)
+    preloader.wanted("a", 0.0, SPEECH)
+    preloader.arrived("a", 2.0)
+    for cause in (COMMIT, SPEECH, RESUME):
+        preloader.wanted("a", 1.9, cause)
+    assert not preloader.is_wanted("a")
+    assert preloader.totals.wanted == {"speech": 1}
+    preloader.arrived("a", 2.5)  # it is asked again, wanted or not
+    preloader.wanted("a", 2.4, COMMIT)
+    assert not preloader.is_wanted("a")
+    preloader.wanted("a", 8.0, SPEECH)
+    assert preloader.is_wanted("a")
 
 
 def test_the_reserve_is_not_touched():
@@ -532,7 +606,7 @@ def test_a_step_looks_at_few_sessions_and_seldom_at_those_it_refused():
     looks.clear()
     for step in range(3000):
         preloader.step(1.0 + 1e-3 * step)
-    assert 5 <= len(looks) <= 8  # after 0.05, 0.1, 0.2, 0.4, 0.8, 0.8 … seconds
+    assert 5 <= len(looks) <= 15  # after 0.05, 0.1, 0.2 … seconds, then an eighth of what is left
 
 
 def test_a_manager_that_cannot_is_asked_again():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -174,10 +172,10 @@ def test_stores_take_the_place_of_the_oldest_and_stop_where_nothing_may_go():
     assert [t.key for t in tickets] == ["d", "e"]
     assert dropped == ["a", "c"]
     assert tier.totals.refused == 1
-    assert tier.match(["b", "d"]) == 1  # d is not there yet
+    assert [tier.has(key) for key in "bd"] == [True, False]  # d is not there yet
     for ticket in tickets:
         tier.finish(ticket, DONE, 6.0)
-    assert tier.match(["b", "d", "e", "f"]) == 3
+    assert [tier.has(key) for key in "bdef"] == [True, True, True, False]
     tier.unpin(lease, 7.0)
     tier.unpin(lease, 7.0)
     assert [t.key for t in tier.store([("g", 13)], 8.0)] == ["g"]
@@ -248,8 +246,8 @@ def test_sessions_order_dram_by_next_use():
         estimator.waiting(session, ends_s, 1.0, now_s=0.0)
         tier.use(session, keys, 0.0)
     tier.evict(2, 1.0)
-    assert tier.match([b"soon 0", b"soon 1", b"soon 2"]) == 3
-    assert tier.match([b"late 0", b"late 1"]) == 1
+    there = [f"{name} {n}" for name in ("soon", "late") for n in range(3)]
+    assert [tier.has(key.encode()) for key in there] == [True] * 4 + [False] * 2
     estimator.close("soon", 2.0)
     tier.evict(3, 3.0)
     assert [tier.state(k) for k in (b"soon 0", b"late 0")] == [State.ABSENT, State.DRAM]
@@ -405,8 +403,7 @@ class TierMachine(RuleBasedStateMachine):
                 assert state is expected[on_gpu, in_dram]
         assert self.tier.in_flight == len(self.flying)
         assert self.tier.in_dram == len(self.dram)
-        keys = list(range(5))
-        assert self.tier.match(keys) == len(list(itertools.takewhile(self.dram.__contains__, keys)))
+        assert {key for key in range(5) if self.tier.has(key)} == set(self.dram)
 
     def teardown(self) -> None:
         if not hasattr(self, "tier"):

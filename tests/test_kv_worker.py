@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -193,6 +194,23 @@ def test_nothing_moves_before_the_compute_that_was_enqueued():
     assert wait(worker, 1) == [Ended(1, True)]
     worker.close()
     assert compute_so_far("cpu") is None
+
+
+def test_waiting_is_for_loads_alone_and_ends_with_them():
+    worker, opened = worker_over(lbhnc()), threading.Event()
+    never = threading.Event().is_set
+    worker.begin([Job(1, Kind.STORE, (0,), (0,)), Job(2, Kind.PRELOAD, (1,), (1,))], after=never)
+    began_s = time.monotonic()
+    worker.wait(60.0)  # nobody waits for these
+    assert time.monotonic() - began_s < 30.0
+    worker.begin([Job(3, Kind.ON_PATH, (2,), (2,))], after=opened.is_set)
+    worker.wait(0.001)
+    assert worker.poll() == []
+    opened.set()
+    worker.wait(60.0)
+    assert worker.poll() == [Ended(3, True)]
+    assert time.monotonic() - began_s < 30.0
+    worker.close()
 
 
 def test_jobs_that_cannot_begin_end_as_failed():

@@ -13,6 +13,7 @@ from liveserve.config import LiveServeConfig, StageConfig, Switches
 from liveserve.events import Batch, Event, EventKind, boot_id, decode_reply, encode
 from liveserve.monitor import Monitor, StageLink
 from liveserve.runtime import StageInfo, StageRuntime
+from liveserve.scheduler.plan import plan
 from liveserve.scheduler.urgency import Urgency
 from liveserve.session import SessionTracker
 
@@ -451,6 +452,44 @@ def test_a_failing_round_leaves_the_host_alone(caplog):
     assert runtime.ranks == {}
     assert runtime.errors == 3
     assert sum("keep the host's order" in r.message for r in caplog.records) <= 1
+
+
+def test_while_somebody_here_is_urgent_the_others_are_held_sooner(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "liveserve.runtime.plan",
+        lambda *given, **more: seen.append(given[4]) or plan(*given, **more),
+    )
+    runtime, scheduler = engine(clock=lambda: 100.0)
+    a, b = Request("a1", 30), Request("b1", 100)  # 0.4 s and 6 s ahead
+    send(runtime, answer_events("a", 98.0) + answer_events("b", 98.0))
+    for running in ([a, b], [b]):
+        scheduler.run = running
+        runtime.round()
+        assert runtime.plan() is not None
+    tight, usual = seen
+    assert tight.p_hold_s < usual.p_hold_s
+
+
+def test_who_has_left_is_forgotten_and_after_a_failure_all_are_back():
+    now = [10.0]
+    runtime, scheduler = engine(clock=lambda: now[0])
+    a, b, c = (Request(f"{name}1", 1) for name in "abc")
+    scheduler.run, scheduler.wait = [a], [b]
+    runtime.round()
+    scheduler.run, scheduler.wait = [a, object()], [b]
+    runtime.round()
+    assert runtime.ranks == {}
+    now[0] = 12.0
+    scheduler.run, scheduler.wait = [a], [c]  # one came, and one went
+    runtime.round()
+    assert list(runtime.ranks) == ["a1", "c1"]
+    assert runtime.ranks["a1"].age_s == pytest.approx(2.0)
+    scheduler.run, scheduler.wait = [a], [b]
+    now[0] = 13.0
+    runtime.round()
+    assert set(runtime.ranks) == {"a1", "b1"}
+    assert runtime.ranks["b1"].age_s == pytest.approx(0.0, abs=1e-3)  # it came back as a new one
 
 
 def test_events_from_another_machine_are_moved_to_our_clock():

@@ -188,7 +188,7 @@ def test_the_deadline_is_the_earlier_of_buffer_and_age():
 
 def test_a_hold_is_easier_to_keep_than_to_begin():
     of_round = weights(None, None, CONFIG)
-    start, stay, since_s = bars(of_round, 10.0, CONFIG)
-    assert (start.buffer_s, stay.buffer_s, since_s) == (2.0, 1.0, 5.0)
-    assert start.utility == pytest.approx(-2.0)  # α · (p_hold − p_release) / P_safe
-    assert stay.utility == 0
+    of_all = bars(of_round, 10.0, CONFIG)
+    assert (of_all.start_s, of_all.stay_s, of_all.since_s) == (2.0, 1.0, 5.0)
+    assert of_all.start_utility == pytest.approx(-2.0)  # α · (p_hold − p_release) / P_safe
+    assert of_all.stay_utility == 0

@@ -56,9 +56,11 @@ def test_a_session_a_text_and_token_ids_can_be_asked_for(server):
         server.post({"session_id": "s", "within_s": 2.5}),
         server.post({"prompt": "hello"}),
         server.post({"prompt_token_ids": [104, 101, 108, 108, 111]}),
+        server.post({"session_id": "s", "compute": True}),
     ]
-    assert [answer.status_code for answer in answers] == [202] * 3
-    session, text, ids = server.told
+    assert [answer.status_code for answer in answers] == [202] * 4
+    session, text, ids, computed = server.told
+    assert computed == Prefetch("s", 5.0, compute=True)
     assert session == Prefetch("s", 2.5)
     assert text.token_ids == ids.token_ids == [104, 101, 108, 108, 111]
     assert text == ids  # one prefix has one name
@@ -79,6 +81,7 @@ def test_a_session_a_text_and_token_ids_can_be_asked_for(server):
         ({"session_id": "s", "within_s": 1e9}, "within_s"),
         (b'{"session_id": "s", "within_s": NaN}', "prefetch"),
         ({"session_id": "s", "when": 1}, "when"),
+        ({"session_id": "s", "compute": 1}, "compute"),
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
         ({"prompt_token_ids": [1 << 40]}, "prompt_token_ids"),

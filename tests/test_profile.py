@@ -211,6 +211,21 @@ def test_it_is_on_only_while_somebody_asks_and_its_memory_is_bounded():
     assert not turns._now
 
 
+def test_turns_are_numbered_as_they_are_done_so_that_each_is_told_once():
+    turns, clock = profiler()
+    for session in ("slow", "quick"):
+        turns.heard(event(EventKind.COMMITTED, 100.0, session))
+    turns.submitted("slow", "first")
+    answer(turns, clock, [100 + step / 10 for step in range(8)], session="quick")
+    told = turns.turns(0)
+    assert [turn.session_id for turn in told] == ["quick"]
+    after = turns.newest
+    turns.heard(event(EventKind.CLOSED, 101.0, "slow"))  # began before, is done behind it
+    clock.now_s += 10
+    assert [turn.session_id for turn in turns.turns(after)] == ["slow"]
+    assert turns.turns(turns.newest) == []
+
+
 def test_marks_travel_in_a_reply():
     from liveserve.events import PressureSnapshot, Reply
 

@@ -379,3 +379,38 @@ def test_an_engine_that_gets_the_events_sees_what_the_tracker_sees(calls):
     for made in totals.stages.values():
         assert -1e-6 <= made.wasted_s <= made.made_s + 1e-6
         assert -1e-6 <= made.wasted_tokens <= made.made_tokens + 1e-6
+
+
+_ANY_EVENT = st.builds(
+    Event,
+    st.sampled_from(EventKind),
+    st.sampled_from("abcd"),
+    st.floats(0.0, 9.0),
+    st.just(1.0),
+    st.sampled_from(["", "r1"]),
+    st.sampled_from(["duplex", "text", "completed"]),
+)
+
+
+@given(st.lists(_ANY_EVENT, max_size=40), st.lists(_ANY_EVENT, max_size=20))
+def test_who_waits_is_kept_as_the_views_have_it(before, after):
+    table = SessionTable(3)
+    for event in before:
+        table.apply(event)
+        check_who_waits(table)
+    other = SessionTable(2)
+    for event in after:
+        other.apply(event)
+    other.load(list(table))
+    assert len(other) <= 2
+    check_who_waits(other)
+    for event in after:
+        other.apply(event)
+        check_who_waits(other)
+
+
+def check_who_waits(table: SessionTable) -> None:
+    thinks = {v.session_id for v in table if v.phase is Phase.THINKING}
+    audio = {v.session_id for v in table if v.wants_audio}
+    assert table.thinking == thinks & audio
+    assert table.expecting == thinks | {v.session_id for v in table if v.speech_active} & audio

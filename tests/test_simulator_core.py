@@ -204,6 +204,8 @@ def test_a_closed_loop_starts_a_session_when_one_is_over():
 
 # ---- laws --------------------------------------------------------------------------------------
 
+# Of a turn at most, hardly above what it takes; a policy that asks for more may have more.
+STOCK_EVENTS, LIVE_EVENTS, LIVE_ROUNDS = 38, 108, 29
 SYSTEMS = ("stock", "stock-no-offload", "liveserve", "liveserve-no-chunking-no-one-shot")
 
 
@@ -303,6 +305,16 @@ def test_steps_advanced_together_end_as_step_by_step(seed, name, concurrency, ac
         assert together.metrics["rounds"] < 0.7 * one_by_one.metrics["rounds"]
 
 
+def test_what_a_turn_costs_to_simulate():
+    """How quick a run is, in what it does instead of in seconds."""
+    users = workload(40, answers=(4.0, 8.0), concurrency=3, acks=True)
+    names = ("stock", "liveserve")
+    stock, ours = (run_world(users, BUSY, system(name), SimConfig(), 0) for name in names)
+    assert stock.events < STOCK_EVENTS * len(stock.records)
+    assert ours.events < LIVE_EVENTS * len(ours.records)
+    assert sum(e.rounds for e in ours.engines) < LIVE_ROUNDS * len(ours.records)
+
+
 def test_the_same_arguments_give_the_same_result_in_any_process():
     jobs = [Job(workload(10), BUSY, system(n), SimConfig(), 3) for n in ("stock", "liveserve")]
     here = simulate_all(jobs, 1, None, metrics_of)
@@ -380,11 +392,12 @@ def test_the_vocoders_runtime_learns_what_a_step_costs():
     assert 0.1 * per_frame_s < vocoder.runtime.token_s < per_frame_s
 
 
-def test_a_policy_that_fails_leaves_the_hosts_order(monkeypatch):
+@pytest.mark.parametrize("name", ["plan", "rank"])
+def test_a_policy_that_fails_leaves_the_hosts_order(name, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(liveserve.runtime, "plan", broken)
+    monkeypatch.setattr(liveserve.runtime, name, broken)
     result = simulate(workload(6), BUSY, "liveserve")
     assert result.metrics["policy_errors"] > 0
     assert result.metrics["responses_failed"] == 0
@@ -524,12 +537,15 @@ def test_command_writes_a_result_and_plots(tmp_path, capsys):
     assert result["simulated"] is True
     assert [case["params"]["system"] for case in result["cases"]] == ["stock", "liveserve"]
     assert result["ratios"]["ttfp_p90_speedup"]["value"] > 0
+    assert result["ratios"]["simulated_turns_per_min_liveserve"]["value"] > 0
     assert {p.name for p in (tmp_path / "plots").iterdir()} == {
         "ttfp.png",
         "timeline-stock.png",
         "timeline-liveserve.png",
     }
-    assert "liveserve" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "turns/min" in printed
+    assert f"{sum(case['metrics']['responses'] for case in result['cases'])} turns sim" in printed
 
 
 @pytest.mark.parametrize(

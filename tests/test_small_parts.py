@@ -120,7 +120,8 @@ def test_metrics_have_base_units_and_one_set_per_registry():
     Metrics(registry)  # a second orchestrator in the process shares them
     metrics.event(Event(EventKind.BARGE_IN, "a", 1.0))
     snapshot = PressureSnapshot(1, "talker", True, running_by_class=[1, 2, 3], step_ms=40.0)
-    metrics.reply((1, 0), snapshot, 0.004)
+    for snapshot.step_ms in (40.0, 40.0, 30.0):
+        metrics.reply((1, 0), snapshot, 0.004)
     view = SessionView("a", phase=Phase.THINKING)
     metrics.sessions([view], Totals(routed_s=5.0, wasted_s=1.5), 1.0)
     metrics.sessions([view], Totals(routed_s=6.0, wasted_s=1.5), 2.0)
@@ -128,7 +129,7 @@ def test_metrics_have_base_units_and_one_set_per_registry():
     for line in (
         'liveserve_events_total{kind="barge_in"} 1.0',
         'liveserve_requests{replica="0",stage="talker",state="running",urgency="U2"} 3.0',
-        'liveserve_step_seconds{replica="0",stage="talker"} 0.04',
+        'liveserve_step_seconds{replica="0",stage="talker"} 0.03',
         'liveserve_sessions{phase="thinking"} 1.0',
         "liveserve_audio_routed_seconds_total 6.0",
         "liveserve_audio_wasted_seconds_total 1.5",

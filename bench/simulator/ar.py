@@ -62,6 +62,7 @@ class ArEngine(Engine):
     # ---- one step --------------------------------------------------------------------------
 
     def step(self, now_s: float) -> None:
+        self._idles = False
         if not self.sessions:
             return
         if self._minor:
@@ -72,10 +73,12 @@ class ArEngine(Engine):
             self._set_validity(now_s)
         elif self.runtime is None and self.dirty:
             self._again = self.dirty = False
+        stalled = self.stalled
         if not self._again:
             self._choose(now_s)
         batch = self._batch
         if not batch:
+            self._idles = not (self.dirty or self.waiting) and self.stalled == stalled
             if self.plan is not None and self.plan.next_deadline_s is not None:
                 self.wake_at(max(self.plan.next_deadline_s, now_s), now_s)
             return
@@ -104,10 +107,17 @@ class ArEngine(Engine):
             and self._noise is None
             and not cost.per_fed_s
         ):
-            most = min(min(r.limit - r.num_output_tokens, r.capacity - r.context) for r in batch)
-            most = min(most, self._until_told(batch, now_s), _LONGEST)
+            most = min(self._until_told(batch, now_s), _LONGEST)
+            for request in batch:
+                left = request.limit - request.num_output_tokens
+                if left < most:
+                    most = left
+                left = request.capacity - request.context
+                if left < most:
+                    most = left
         base_s, each_s = cost.fixed_s + cost.per_request_s * count, cost.per_context_token_s
-        base_s += cost.per_fed_s * self._fed(batch)
+        if cost.per_fed_s:
+            base_s += cost.per_fed_s * self._fed(batch)
         ends_s: list[float] = []
         at_s, valid_s = now_s, self.valid_s if self.runtime is not None else math.inf
         while True:
@@ -444,7 +454,7 @@ class Thinker(ArEngine):
     pool: CachingPool
 
     def _until_told(self, batch: list[Request], now_s: float) -> int:
-        return min(r.answer.text_wanted - r.num_output_tokens for r in batch)
+        return min([r.answer.text_wanted - r.num_output_tokens for r in batch])
 
     def _tokens(self, ends_s: list[float]) -> list[float]:
         pieces = self._pieces

@@ -1,7 +1,8 @@
 """``liveserve simulate``: a workload on a deployment that need not exist.
 
 Every system sees the same users. Runs are simulated in as many processes as there are cores; what
-is printed is the mean over the seeds, and a ratio's range is that of the seeds, pair by pair.
+is printed is the mean over the seeds, and a ratio's range is that of the seeds, pair by pair. The
+last column, turns a minute, is this machine's: what one process simulated.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +61,7 @@ class Kept(NamedTuple):
     """What a run's process sends back; records and samples only for plots."""
 
     metrics: dict[str, Any]
+    run_s: float
     responses: list[ResponseRecord]
     samples: list[Sample]
 
@@ -122,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"liveserve simulate: {error}", file=sys.stderr)
         return 2
     workers = args.workers or cores()
+    began_s = time.perf_counter()
     with progress("simulate", len(jobs)) as advance:
         try:
             kept: list[Kept] = simulate_all(
@@ -130,8 +134,15 @@ def run(args: argparse.Namespace) -> int:
         except ModelError as error:
             print(f"liveserve simulate: {error}", file=sys.stderr)
             return 2
+    took_s = time.perf_counter() - began_s
     names = [job.system.name for job in jobs]
+    turns = sum(one.metrics["responses"] for one in kept)
     _print(jobs[0].workload, jobs[0].costs.name, names, kept)
+    processes = min(workers, len(jobs))
+    print(
+        f"{turns} turns simulated in {took_s:.1f} s by {processes} "
+        f"process{'es' if processes > 1 else ''}: {60 * turns / took_s:,.0f} a minute"
+    )
     if args.json:
         cases = [
             {"params": params_of(job), "metrics": one.metrics}
@@ -141,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
             "simulate",
             cases,
             command=shlex.join(["liveserve", *sys.argv[1:]]),
-            ratios=ratios_of(names, [one.metrics for one in kept]),
+            ratios=ratios_of(names, [one.metrics for one in kept]) | rates_of(names, kept, took_s),
             simulated=True,
         )
         write_result(args.json, result)
@@ -224,11 +235,11 @@ def _length_s(workload: Workload) -> float:
 
 
 def keep_metrics(result: Result) -> Kept:
-    return Kept(result.metrics, [], [])
+    return Kept(result.metrics, result.run_s, [], [])
 
 
 def keep_all(result: Result) -> Kept:
-    return Kept(result.metrics, result.responses, result.samples)
+    return Kept(result.metrics, result.run_s, result.responses, result.samples)
 
 
 def params_of(job: Job) -> dict[str, Any]:
@@ -277,6 +288,23 @@ def ratios_of(
     return found
 
 
+def rates_of(
+    names: Sequence[str], kept: Sequence[Kept], took_s: float
+) -> dict[str, dict[str, Any]]:
+    """Turns simulated per minute of this machine: by all processes together within ``took_s``, and
+    by one of them for each system."""
+    turns = sum(one.metrics["responses"] for one in kept)
+    found = {"simulated_turns_per_min": ratio_of([60 * turns / took_s], "higher")}
+    for name in dict.fromkeys(names):
+        values = [_turns_per_min(one) for n, one in zip(names, kept, strict=True) if n == name]
+        found[f"simulated_turns_per_min_{name.replace('-', '_')}"] = ratio_of(values, "higher")
+    return found
+
+
+def _turns_per_min(one: Kept) -> float:
+    return 60 * one.metrics["responses"] / one.run_s
+
+
 def _print(workload: Workload, costs: str, names: Sequence[str], kept: Sequence[Kept]) -> None:
     rows = []
     for name in dict.fromkeys(names):
@@ -286,9 +314,11 @@ def _print(workload: Workload, costs: str, names: Sequence[str], kept: Sequence[
             values = [m[metric] for m in runs if m.get(metric) is not None]
             mean = sum(values) / len(values) if values else None
             row.append("-" if mean is None else f"{factor * mean:.{digits}f}")
+        rates = [_turns_per_min(one) for n, one in zip(names, kept, strict=True) if n == name]
+        row.append(f"{sum(rates) / len(rates):.0f}")
         rows.append(row)
     title = f"{workload.name}: {workload.turns} turns a run on {costs} (simulated)"
-    print_table(title, ["system", *(column for column, *_ in _COLUMNS)], rows)
+    print_table(title, ["system", *(column for column, *_ in _COLUMNS), "turns/min"], rows)
 
 
 def plots(folder: Path, names: Sequence[str], kept: Sequence[Kept]) -> list[Path]:

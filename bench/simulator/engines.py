@@ -136,6 +136,7 @@ class Engine:
         self._minor: list[Event] = []
         self._quiet: list[Event] = []
         self._coming = False
+        self._idles = False  # the last look found nobody to run, and another would not either
         self._last: tuple[float, list[str]] | None = None
         self._wake_s = math.inf
 
@@ -156,6 +157,11 @@ class Engine:
         if not self._every_step and not self.dirty:
             if minor:
                 self._minor.append(event)
+                if self._idles and now_s < self.valid_s and not self._coming:
+                    # The look that would follow finds what the last one found.
+                    self._clocks_moved(now_s)
+                    if not self.dirty:
+                        return
                 if self.sessions:
                     self._look(now_s)
                 return

@@ -7,6 +7,7 @@ same result, to the last digit.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -36,6 +37,7 @@ class Result:
     Attributes:
         responses, sessions: as a measured run's (`liveserve.bench.records`).
         metrics: those of `liveserve.bench.metrics.aggregate`, and `extra_metrics`.
+        run_s: what the run took, in seconds of this machine.
         samples: pools and queues over time, where `SimConfig.timeline_s` asks for them.
     """
 
@@ -46,6 +48,7 @@ class Result:
     responses: list[ResponseRecord]
     sessions: list[SessionRecord]
     metrics: dict[str, Any]
+    run_s: float
     samples: list[Sample] = field(default_factory=list)
 
 
@@ -74,7 +77,9 @@ def simulate(
     config = config or SimConfig()
     if isinstance(system, str):
         system = named_system(system)
+    began_s = time.perf_counter()
     world = run_world(workload, costs, system, config, seed)
+    run_s = time.perf_counter() - began_s
     return Result(
         workload.name,
         costs.name,
@@ -83,6 +88,7 @@ def simulate(
         world.records,
         world.sessions,
         world_metrics(world),
+        run_s,
         world.samples,
     )
 
@@ -209,7 +215,9 @@ def simulate_all(
         return results
     found: dict[int, Any] = {}
     with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("fork")) as pool:
-        futures = {pool.submit(_one, job, keep): index for index, job in enumerate(jobs)}
+        # LiveServe's take longest: the others fill up what is left at the end.
+        order = sorted(range(len(jobs)), key=lambda index: not jobs[index].system.live)
+        futures = {pool.submit(_one, jobs[index], keep): index for index in order}
         for future in as_completed(futures):
             index = futures[future]
             found[index] = future.result()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from liveserve.bench.simulator.ar import ArEngine
 from liveserve.bench.simulator.engines import Request
 from liveserve.bench.simulator.kv import Pool
 from liveserve.bench.simulator.model import StageCost
-from liveserve.scheduler.chunking import ChunkPolicy, ChunkProgress, ChunkTimes
+from liveserve.scheduler.chunking import (
+    PAUSE_S,
+    WEIGHT,
+    ChunkPolicy,
+    ChunkProgress,
+    ChunkTimes,
+)
 from liveserve.scheduler.playback import PlaybackClock
 
 if TYPE_CHECKING:
@@ -67,7 +74,7 @@ class Talker(ArEngine):
     def _until_told(self, batch: list[Request], now_s: float) -> int:
         if self._alternates:
             return 1
-        return min(r.answer.text_ready(now_s) - r.num_output_tokens for r in batch)
+        return min([r.answer.text_ready(now_s) - r.num_output_tokens for r in batch])
 
     def _tokens(self, ends_s: list[float]) -> list[float]:
         """Frames are told to the chunk rules as if they were made already; see `_untold`."""
@@ -85,34 +92,51 @@ class Talker(ArEngine):
             rows.append((request.progress, self._clock_of(request)))
         after_s: list[float] = []
         self._before = ([(p, p.total) for p, _ in rows], after_s)
-        known_s, margin = runtime._chunk_time_s, runtime.config.chunks
-        follows = bool(runtime.sent_s)
-        frames, policy = runtime._chunk_frames, self._policy
-        least = min(policy.smallest, policy.small, policy.largest)
-        for index, at_s in enumerate(ends_s):
-            stop = False
-            for progress, clock in rows:
-                progress.made(at_s)
-                if not index:
-                    if clock is not None and clock.routed_s > 0.0:
-                        progress.observe(clock, at_s)
-                    policy = self._sized()
-                    least = min(policy.smallest, policy.small, policy.largest)
-                # A shorter one is never due, but the first.
-                sent = progress.sent
-                if (not sent or progress.total - sent >= least) and progress.is_due(
-                    policy, clock, frame_s, at_s
-                ):
-                    stop = True
-            after_s.append(times.frame_s)
-            if follows:
-                # A plan would follow the measured chunk time now: make one if that changes it.
-                time_s = times.lead_s(frames, margin)
-                if known_s is None or abs(time_s - known_s) > 0.1 * known_s:
-                    stop = True
-            if stop:
-                return ends_s[: index + 1]
-        return ends_s
+        policy, frames = self._policy, runtime._chunk_frames
+        first_s = ends_s[0]
+        stop = False
+        for progress, clock in rows:
+            progress.made(first_s)
+            if clock is not None and clock.routed_s > 0.0:
+                progress.observe(clock, first_s)
+            policy = self._sized()
+            enough = progress.pending >= progress.least(policy)
+            if enough and progress.is_due(policy, clock, frame_s, first_s):
+                stop = True
+        after_s.append(times.frame_s)
+        # A plan would follow the measured chunk time: make one if that changes it.
+        known_s, margin_s = runtime._chunk_time_s, runtime.config.chunks.margin_s
+        deliver_s, follows = times.deliver_s, bool(runtime.sent_s)
+        if follows and known_s is None:
+            stop = True
+        known_s = known_s if follows and known_s is not None else math.inf
+        near_s = 0.1 * known_s
+        time_s = frames * times.frame_s + deliver_s + margin_s  # `ChunkTimes.lead_s`
+        if stop or abs(time_s - known_s) > near_s or len(ends_s) == 1:
+            return ends_s[:1]
+        # From then on nothing is learned but how long a frame takes: `ChunkProgress.made` of all,
+        # written out, with a look at `is_due` where it can be true.
+        waits = [(p.total, p.total + p.least(policy) - p.pending, p, clock) for p, clock in rows]
+        made_s, average_s, steps = first_s, times.frame_s, 1
+        for at_s in ends_s[1:]:
+            took_s, made_s = at_s - made_s, at_s
+            follow = took_s < PAUSE_S
+            for total, enough, progress, clock in waits:
+                if follow:
+                    average_s += WEIGHT * (took_s - average_s)
+                if total + steps >= enough:
+                    times.frame_s, progress.total = average_s, total + steps
+                    if progress.is_due(policy, clock, frame_s, at_s):
+                        stop = True
+            steps += 1
+            after_s.append(average_s)
+            time_s = frames * average_s + deliver_s + margin_s
+            if stop or abs(time_s - known_s) > near_s:
+                break
+        times.frame_s = average_s
+        for total, _, progress, _ in waits:
+            progress.total, progress._last_frame_s = total + steps - 1, made_s
+        return ends_s[:steps]
 
     def _fixed_chunks(self, batch: list[Request], ends_s: list[float]) -> list[float]:
         """Chunks of the host's sizes: nothing is measured, and the next one's end is known."""
@@ -149,6 +173,7 @@ class Talker(ArEngine):
         world, runtime, chunking = self.world, self.runtime, self._chunking
         frame_s = world.frame_s
         other = False
+        policy, sized = self._policy, False
         for request in batch:
             if request.gone:
                 other = True
@@ -158,15 +183,14 @@ class Talker(ArEngine):
             progress, answer = request.progress, request.answer
             assert progress is not None
             last = made >= request.limit
-            clock = self._clock_of(request)
             if chunking:
-                policy = self._sized()
+                if not sized:
+                    policy, sized = self._sized(), True
                 if made == 1:
                     assert runtime is not None
                     runtime.sent_s[request.request_id] = 0.0
                     other = True
-            else:
-                policy = self._policy
+            clock = self._clock_of(request)
             if last or progress.is_due(policy, clock, frame_s, now_s):
                 context = min(progress.sent, world.costs.left_context_frames)
                 count = progress.leave(frame_s, now_s)

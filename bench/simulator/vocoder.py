@@ -41,13 +41,19 @@ class Vocoder(Engine):
         else:
             self.add(request, now_s)
 
+    def _look(self, now_s: float) -> None:
+        if not self.busy and any([r.chunks for r in self.sessions.values()]):
+            super()._look(now_s)
+
     def step(self, now_s: float) -> None:
         ready = [r for r in (*self.running, *self.waiting) if r.chunks]
         if not ready:
             return
         if self.runtime is not None:
             self._round(now_s)
-        if self._chooses and not self.runtime.ring.stale:  # type: ignore[union-attr]
+        # Without ranks (the round failed) in the host's order.
+        runtime = self.runtime if self._chooses else None
+        if runtime is not None and runtime.ranks and not runtime.ring.stale:
             batch = self._take(ready, now_s)
             if not batch:
                 return

@@ -42,7 +42,6 @@ from liveserve.bench.simulator.talker import Talker
 from liveserve.bench.simulator.vocoder import Vocoder
 from liveserve.events import Event, EventKind
 from liveserve.kv_signals import KvSignals
-from liveserve.scheduler.views import Phase
 from liveserve.session import SessionTable, SessionTracker
 
 _NEVER = 1 << 60
@@ -90,10 +89,8 @@ class World:
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._count = 0
         self._minor = False
-        # What engines can see of all sessions, and who waits for first audio.
+        # What engines can see of all sessions.
         self._seen = SessionTable(self.live_config.max_sessions)
-        self._thinks: set[str] = set()
-        self._speaks: set[str] = set()
         self.prefilled = 0
         self.tracker = SessionTracker(self.live_config, self._publish)
         self.users: dict[str, User] = {}
@@ -250,20 +247,10 @@ class World:
     def _waiting_changes(self, event: Event) -> bool:
         """Whether ``event`` changes what an engine knows of all sessions together: somebody waits
         for first audio; somebody does or soon will (`StageRuntime.first_audio_waits`)."""
-        before = (bool(self._thinks), bool(self._speaks))
-        view = self._seen.apply(event)
-        session_id = event.session_id
-        thinks = view is not None and view.phase is Phase.THINKING
-        speaks = view is not None and view.speech_active and view.wants_audio
-        for sessions, is_in in (
-            (self._thinks, thinks and view is not None and view.wants_audio),
-            (self._speaks, thinks or speaks),
-        ):
-            if is_in:
-                sessions.add(session_id)
-            else:
-                sessions.discard(session_id)
-        return before != (bool(self._thinks), bool(self._speaks))
+        seen = self._seen
+        before = (bool(seen.thinking), bool(seen.expecting))
+        seen.apply(event)
+        return before != (bool(seen.thinking), bool(seen.expecting))
 
     def routed(self, answer: Answer, total_s: float, now_s: float) -> None:
         """Audio of ``answer`` goes to its client."""

@@ -466,6 +466,9 @@ class GpuKv:
             snapshot.watched, snapshot.disagreed = policy.considered, policy.disagreed
         snapshot.errors = queue.errors
 
+    def blocks_of(self, session: str) -> int:
+        return len(self._present(session))
+
     def sessions(self, limit: int) -> dict[str, int]:
         newest = list(self._histories)[-limit:]
         counts = {session: len(self._present(session)) for session in newest}

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -36,15 +38,17 @@ from liveserve.host import kv_flags, omni_rows, versions
 from liveserve.host.kv_events import tier_events
 from liveserve.host.kv_prefix import prefix_keys
 from liveserve.host.seam import SeamError, expect
-from liveserve.host.sessions import session_of
+from liveserve.host.sessions import is_warmup, session_of
 from liveserve.host.stages import stage_info
 from liveserve.kv_preload import KvPreload, TierLoads
 from liveserve.kv_signals import KvStage
-from liveserve.kvtier.jobs import Ended, Orders, merge
-from liveserve.kvtier.manager import KvManager, Limits, Load
+from liveserve.kvtier.jobs import Ended, Job, Orders, merge
+from liveserve.kvtier.loads import Load
+from liveserve.kvtier.manager import KvManager, Limits
 from liveserve.kvtier.next_use import NextUse
 from liveserve.kvtier.policies import make_policy
 from liveserve.kvtier.preload import PreloadLimits
+from liveserve.kvtier.transfer_base import Kind
 from liveserve.kvtier.worker import KvWorker, compute_so_far, describe, slots_for
 from liveserve.runtime import StageRuntime, current_runtime
 
@@ -67,6 +71,11 @@ _OMNI_STAGES = frozenset({"thinker"})
 _HELD_SHARE = 0.75
 # How many free blocks a look ahead walks over.
 _MAX_WALK = 1024
+# How long an engine that has nothing else to do waits for a load before it looks for news.
+_IDLE_WAIT_S = 0.005
+
+# The workers of this process, by a name of their own.
+_WORKERS: WeakValueDictionary[str, LiveServeConnector] = WeakValueDictionary()
 
 
 @dataclass
@@ -100,6 +109,7 @@ class KvHandshake(KVConnectorHandshakeMetadata):
     num_slots: int
     block_bytes: int
     gbps: float = 0.0  # of the link, one direction
+    name: str = ""  # among the workers of its process
 
 
 class PoolBlocks:
@@ -213,6 +223,9 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         kv_manager: in the scheduler, once the workers have said what they have; None: no tier.
         kv_worker: in a worker, once it knows its cache; None: no tier.
         promised: free blocks that running requests count on; set by `liveserve.host.reserve`.
+        reports: in a worker: whether it reports what ended with its steps. Not if the scheduler is
+            in the same process, and the only one: it asks when a round begins, and so knows of a
+            load one step earlier.
 
     Raises:
         ConfigError: the tier's settings cannot work.
@@ -225,6 +238,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         self.kv_manager: KvManager[bytes] | None = None
         self.kv_worker: KvWorker | None = None
         self.promised: Callable[[], int] | None = None
+        self.reports = True
         self._config = from_env() or LiveServeConfig()
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._settings: KvConfig = kv_flags.settings(self._config.kv, extra)
@@ -233,6 +247,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._other_runtime = current_runtime()  # of an engine that was here before this one
         self._block_tokens = 0
         self._num_workers = 1
+        self._here: KvWorker | None = None  # the only worker, if it is in this process
         self._partial: dict[int, tuple[Ended, int]] = {}
         self._keys: dict[str, list[bytes]] = {}
         self._changes: list[tuple[bytes, bool]] = []  # of DRAM; taken in every step
@@ -326,19 +341,31 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self.kv_worker is None:
             return KvHandshake(0, 0)
-        engine = self.kv_worker.engine
-        return KvHandshake(engine.num_slots, self._block_bytes, engine.link.gbps)
+        engine, name = self.kv_worker.engine, uuid.uuid4().hex
+        _WORKERS[name] = self
+        return KvHandshake(engine.num_slots, self._block_bytes, engine.link.gbps, name)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """After the forward pass was launched, as no load is synchronous."""
-        meta, worker = self._connector_metadata, self.kv_worker
-        if worker is None or not isinstance(meta, KvOrders) or not meta.orders:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before the forward pass: loads begin, to be there when it ends. None of their blocks is
+        used in this step."""
+        super().bind_connector_metadata(connector_metadata)
+        worker = self.kv_worker
+        if worker is None or not isinstance(connector_metadata, KvOrders):
             return
-        orders = meta.orders
-        if orders.begin:
-            worker.begin(orders.begin, compute_so_far(worker.cache.device))
+        orders = connector_metadata.orders
+        self._begin(worker, [job for job in orders.begin if job.kind is not Kind.STORE])
         worker.promote(orders.promote)
         worker.cancel(orders.cancel)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """After the forward pass was launched, as no load is synchronous: stores begin."""
+        meta, worker = self._connector_metadata, self.kv_worker
+        if worker is not None and isinstance(meta, KvOrders):
+            self._begin(worker, [job for job in meta.orders.begin if job.kind is Kind.STORE])
+
+    def _begin(self, worker: KvWorker, jobs: list[Job]) -> None:
+        if jobs:
+            worker.begin(jobs, compute_so_far(worker.cache.device))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded for the step that runs."""
@@ -352,7 +379,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         """The blocks are held until they are copied."""
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self.kv_worker is None:
+        if self.kv_worker is None or not self.reports:
             return None
         ended = self.kv_worker.poll()
         return KvReport({outcome.number: (outcome, 1) for outcome in ended}) if ended else None
@@ -375,7 +402,12 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
                 (FreeKVCacheBlockQueue, ("prepend_n",)),
                 (
                     kv_cache_manager,
-                    ("reset_prefix_cache", "get_block_ids", "prefix_cache_lookup_enabled"),
+                    (
+                        "reset_prefix_cache",
+                        "get_block_ids",
+                        "prefix_cache_lookup_enabled",
+                        "new_step_starts",
+                    ),
                 ),
             ):
                 for name in names:
@@ -386,6 +418,8 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._reset_gpu = kv_cache_manager.reset_prefix_cache
         kv_cache_manager.reset_prefix_cache = self._reset_prefix_cache  # type: ignore[method-assign]
+        self._start_step = kv_cache_manager.new_step_starts
+        kv_cache_manager.new_step_starts = self._new_step_starts  # type: ignore[method-assign]
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -396,6 +430,9 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._usable or not num_slots or self._kv_cache_manager is None:
             return
         self._num_workers = len(workers)
+        here = _WORKERS.get(workers[0].name) if len(workers) == 1 else None
+        if here is not None:
+            here.reports, self._here = False, here.kv_worker
         runtime = current_runtime()
         self._runtime = runtime if runtime is not self._other_runtime else None
         stage = self._runtime.kv if self._runtime is not None else None
@@ -425,7 +462,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         self.kv_manager = KvManager(num_slots, policy, gpu, limits, block_bytes)
         events = self._vllm_config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
-            self.kv_manager.on_change = lambda key, there: self._changes.append((key, there))
+            self.kv_manager.follow(on_change=lambda key, there: self._changes.append((key, there)))
         if stage is not None:
             stage.tier = self.kv_manager
             stage.follow(policy)
@@ -453,8 +490,10 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
             prefix_keys(self._vllm_config, self._block_tokens),
         )
         stage.signals.follow(lambda: runtime.preload(lambda p: p.preloader.fail_closed()))
-        manager.on_loaded = lambda load, num_loaded, now_s: runtime.preload(
-            lambda preload: self._loaded(stage, preload, load, num_loaded, now_s)
+        manager.follow(
+            on_loaded=lambda load, num_loaded, now_s: runtime.preload(
+                lambda preload: self._loaded(stage, preload, load, num_loaded, now_s)
+            )
         )
 
     def _loaded(
@@ -498,7 +537,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
             runtime, session = self._runtime, _session(request)
             self._follow_switches()
             now_s = time.monotonic()
-            if runtime is not None:
+            if runtime is not None and not is_warmup(request.request_id):
                 runtime.preload(lambda preload: preload.arrived(session, now_s))
             # The last token is computed in any case.
             limit = (request.num_tokens - 1) // self._block_tokens
@@ -590,6 +629,18 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
             self._failed("planning copies")
             return KvOrders(Orders())
 
+    def _new_step_starts(self) -> None:
+        """`KVCacheManager.new_step_starts`: a round begins, and has yet to look for prefixes."""
+        manager, worker = self.kv_manager, self._here
+        if manager is not None and worker is not None and worker.num_moving:
+            try:
+                if not self._running and manager.awaited:
+                    worker.wait(_IDLE_WAIT_S)
+                manager.ended(worker.poll(), time.monotonic())
+            except Exception:
+                self._failed("taking in copies")
+        self._start_step()
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report, manager = connector_output.kv_connector_worker_meta, self.kv_manager
         if manager is None or not isinstance(report, KvReport):
@@ -642,12 +693,7 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         switches: Switches = (
             self._runtime.switches if self._runtime is not None else self._config.switches
         )
-        manager.loads_on, manager.stores_on = switches.kv_load, switches.kv_store
-        if manager.policy_on != switches.kv_evict:
-            manager.policy_on = switches.kv_evict
-            fail_closed = getattr(manager.tier.policy, "fail_closed", None)
-            if fail_closed is not None and not switches.kv_evict:
-                fail_closed()
+        manager.switch(loads=switches.kv_load, stores=switches.kv_store, policy=switches.kv_evict)
 
     def _promised_blocks(self) -> int:
         """A block for each running request, or what is reserved for them."""
@@ -658,9 +704,9 @@ class LiveServeConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin nothing new; what is under way still ends."""
         manager = self.kv_manager
         assert manager is not None
-        manager.errors += 1
-        if not manager.broken:
-            manager.broken = True
+        was_broken = manager.broken
+        manager.fail()
+        if not was_broken:
             logger.exception(
                 "LiveServe: %s failed; the KV tier begins nothing new from now on "
                 "(counted, logged once)",

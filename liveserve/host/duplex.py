@@ -119,6 +119,8 @@ class LiveSessionManager(DuplexSessionManager):
                 super()._emit_raw(session_id, _refusal(plane, problem.code, str(problem)))
         elif isinstance(event, SessionUpdated):
             self._adopt_rate(plane, session_id)
+            if plane.warmer is not None:
+                plane.warmer.want(session_id)  # its instructions may be new
 
     def _response_done(
         self, plane: InteractionPlane, session_id: str, event: Any, now_s: float

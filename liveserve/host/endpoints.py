@@ -94,7 +94,12 @@ class LiveServeEndpoints:
             except ConfigError as exc:
                 raise HTTPException(400, str(exc)) from None
 
-        prefetch.add_route(router, self._prefetch, lambda: self._client)
+        # vLLM-Omni has its engine client in the app's state alone.
+        prefetch.add_route(
+            router,
+            self._prefetch,
+            lambda: self._client or getattr(app.state, "engine_client", None),
+        )
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -106,6 +111,8 @@ class LiveServeEndpoints:
         if current_plane() is not None or self._engine_client is None:
             plane = _plane()
             await plane.call(plane.prefetch(asked))
+        elif asked.compute:
+            raise ValueError("prefetch: compute needs an omni server with duplex sessions")
         elif asked.token_ids:
             await self._plain(detail=False, asked=[asked])
         else:

@@ -18,13 +18,14 @@ from vllm_omni.metrics import count_audio_frames
 from vllm_omni.metrics.utils import iter_mm_outputs
 
 from liveserve.config import from_env
-from liveserve.host import seam
+from liveserve.host import seam, warmup
 from liveserve.host.duplex import LiveSessionManager
 from liveserve.host.engine import METHOD
-from liveserve.host.sessions import session_of
+from liveserve.host.replicas import ReplicaRouter
+from liveserve.host.sessions import is_warmup, session_of
 from liveserve.host.stages import codec_frame_s
 from liveserve.monitor import EngineKey, Send
-from liveserve.plane import InteractionPlane
+from liveserve.plane import THINKER, InteractionPlane
 
 
 async def _call_engine(client: Any, payload: bytes) -> bytes:
@@ -36,6 +37,7 @@ class LiveOrchestration:
     and none of its own can fail the host's.
     """
 
+    async_chunk: bool
     stage_pools: list[Any]
     request_states: dict[str, Any]
     _shutdown_event: Any
@@ -43,9 +45,12 @@ class LiveOrchestration:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.live: InteractionPlane | None = None
+        self.router: ReplicaRouter | None = None
+        self.warmer: warmup.Warmer | None = None
         self._routed_so_far: dict[tuple[str, int], float] = {}
         self._stages: dict[int, tuple[str, float | None]] = {}
         seam.install("the interaction plane", self._attach)
+        seam.install("the choice of a replica", self._attach_router)
 
     def _attach(self) -> None:
         config = from_env()
@@ -55,6 +60,10 @@ class LiveOrchestration:
         manager = getattr(self, "session_manager", None)
         if isinstance(manager, LiveSessionManager):
             manager.plane = self.live
+
+    def _attach_router(self) -> None:
+        if self.live is not None and self.stage_pools:
+            self.router = ReplicaRouter(self.stage_pools[THINKER], self.live)
 
     def _engines(self) -> dict[EngineKey, Send]:
         """The live LLM engines, by stage and replica."""
@@ -80,11 +89,23 @@ class LiveOrchestration:
     async def _route_output(
         self, stage_id: int, replica_id: int, output: Any, req_state: Any, stage_metrics: Any
     ) -> None:
+        if is_warmup(output.request_id):
+            await self._warmed_up(output)
+            return
         # First ours: the host forgets a request with its last output.
         self._report(self._routed, stage_id, output, req_state)
+        if stage_id == THINKER and self.router is not None and req_state.session_owned:
+            self._report(self._answered, replica_id, output, req_state.request_id)
         await super()._route_output(  # type: ignore[misc]
             stage_id, replica_id, output, req_state, stage_metrics
         )
+
+    async def _warmed_up(self, output: Any) -> None:
+        """What a warm-up makes is nobody's."""
+        if output.finished:
+            await super()._cleanup_request_ids([output.request_id])  # type: ignore[misc]
+            if self.warmer is not None:
+                self.warmer.ended(output.request_id)
 
     async def _cleanup_request_ids(self, request_ids: list[str], **kwargs: Any) -> Any:
         self._report(self._turns_ended, tuple(request_ids), bool(kwargs.get("abort")))
@@ -92,7 +113,7 @@ class LiveOrchestration:
 
     async def _prewarm_async_chunk_stages(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
         # The request has just left for the first stage.
-        self._report(self._submitted, request_id)
+        self._report(self._submitted, request_id, args[0] if args else None)
         return await super()._prewarm_async_chunk_stages(  # type: ignore[misc]
             request_id, *args, **kwargs
         )
@@ -117,9 +138,20 @@ class LiveOrchestration:
         live.tracker.response_created(msg.request_id, msg.request_id, now_s)
         self._submitted(live, msg.request_id)
 
-    def _submitted(self, live: InteractionPlane, request_id: str) -> None:
+    def _submitted(self, live: InteractionPlane, request_id: str, request: Any = None) -> None:
         if live.profiler.on:
             live.profiler.submitted(session_of(request_id), request_id)
+        state = self.request_states.get(request_id)
+        # Where stages are prewarmed, that tells of the request first.
+        told = request is not None or not self.async_chunk
+        if self.router is not None and state is not None and told:
+            self.router.submitted(request_id, request, session_owned=state.session_owned)
+
+    def _answered(
+        self, live: InteractionPlane, replica_id: int, output: Any, request_id: str
+    ) -> None:
+        if self.router is not None:
+            self.router.answered(replica_id, output, request_id)
 
     def _routed(self, live: InteractionPlane, stage_id: int, output: Any, req_state: Any) -> None:
         """Count what every stage made, and the audio that turn requests were sent (a duplex
@@ -179,6 +211,7 @@ class LiveOrchestration:
         self, live: InteractionPlane, request_ids: tuple[str, ...], abort: bool
     ) -> None:
         now_s = live.now_s()
+        live.replicas.ended(request_ids)
         for request_id in request_ids:
             state = self.request_states.get(request_id)
             for stage_id in range(len(self.stage_pools)):
@@ -201,9 +234,37 @@ class LiveOrchestrator(LiveOrchestration, Orchestrator):
 class LiveDuplexOrchestrator(LiveOrchestration, DuplexOrchestrator):
     """The host's orchestrator for duplex models, with the interaction plane."""
 
+    def _attach(self) -> None:
+        super()._attach()
+        if self.live is not None:
+            seam.install("prefill ahead of a turn", self._attach_warmer)
+
+    def _attach_warmer(self) -> None:
+        assert self.live is not None
+        self.warmer = self.live.warmer = warmup.attach(self, self.live)
+
+    def _process_turn_prompt(
+        self, request_id: str, stage_id: int, prompt: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.router is not None and stage_id == THINKER:
+            self._report(self._scope, request_id, prompt)
+        return super()._process_turn_prompt(request_id, stage_id, prompt, *args, **kwargs)
+
+    def _scope(self, live: InteractionPlane, request_id: str, prompt: Any) -> None:
+        if self.router is not None:
+            self.router.scope(request_id, prompt)
+
+    def _ahead(self, live: InteractionPlane, request_id: str) -> None:
+        if self.router is not None:
+            self.router.ahead(request_id)
+
     async def submit(self, submission: Any) -> Any:
+        if submission.context.stage_id == THINKER:
+            self._report(self._ahead, submission.context.request_id)
+        if self.warmer is not None and submission.context.stage_id == 0:
+            self._report(lambda _: self.warmer.turn(submission.context.session_id))  # type: ignore[union-attr]
         result = await super().submit(submission)
-        if result.stage_id == 0:  # where stages are not prewarmed this is the first to know
+        if result.stage_id == THINKER:  # where stages are not prewarmed this is the first to know
             self._report(self._submitted, result.request_id)
         return result
 

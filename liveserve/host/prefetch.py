@@ -3,7 +3,8 @@
 A JSON object with one of ``session_id`` (the history of a live session), ``prompt`` (text that the
 next prompt begins with, as the model sees it) or ``prompt_token_ids``; and ``within_s``, seconds
 until it is needed. What is in DRAM of it is loaded to the GPU, best effort: behind what requests
-wait for, and only if it evicts nothing that is needed sooner.
+wait for, and only if it evicts nothing that is needed sooner. With ``"compute": true`` what is in
+no tier is computed, as while a user speaks (`liveserve.host.warmup`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class PrefetchBody(msgspec.Struct, forbid_unknown_fields=True):
         Annotated[list[_TOKEN], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)] | None
     ) = None
     within_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 5.0
+    compute: bool = False
 
 
 Encode = Callable[[str], Awaitable[list[int]]]
@@ -46,8 +48,8 @@ async def read(body: bytes, encode: Encode) -> Prefetch:
         asked = msgspec.json.decode(body, type=PrefetchBody)
     except msgspec.MsgspecError as exc:
         raise ValueError(
-            f"prefetch: {exc}; give a JSON object with session_id, prompt or prompt_token_ids, and "
-            "within_s (0 to 600 seconds)"
+            f"prefetch: {exc}; give a JSON object with session_id, prompt or prompt_token_ids, "
+            "within_s (0 to 600 seconds), and compute (true or false)"
         ) from None
     given = [
         name
@@ -60,7 +62,7 @@ async def read(body: bytes, encode: Encode) -> Prefetch:
             f"{' and '.join(given) or 'none'}"
         )
     if asked.session_id is not None:
-        return Prefetch(asked.session_id, asked.within_s)
+        return Prefetch(asked.session_id, asked.within_s, compute=asked.compute)
     ids = asked.prompt_token_ids
     if ids is None:
         assert asked.prompt is not None
@@ -68,7 +70,7 @@ async def read(body: bytes, encode: Encode) -> Prefetch:
         if not 0 < len(ids) <= MAX_TOKENS:
             raise ValueError(f"prefetch: prompt has {len(ids)} tokens; 1 to {MAX_TOKENS} are taken")
     digest = hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:16]
-    return Prefetch(f"prefix-{digest}", asked.within_s, ids)
+    return Prefetch(f"prefix-{digest}", asked.within_s, ids, asked.compute)
 
 
 def add_route(
@@ -80,7 +82,10 @@ def add_route(
     """
 
     async def encode(text: str) -> list[int]:
-        tokenizer = client().get_tokenizer()
+        engine = client()
+        if engine is None:
+            raise ValueError("prefetch: this server has no tokenizer yet; give prompt_token_ids")
+        tokenizer = engine.get_tokenizer()
         if inspect.isawaitable(tokenizer):
             tokenizer = await tokenizer
         return list(tokenizer.encode(text, add_special_tokens=False))

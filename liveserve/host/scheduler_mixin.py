@@ -7,6 +7,7 @@ complete steps. Both do nothing while LiveServe is off.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +19,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from liveserve.config import from_env
-from liveserve.host import block_pool, unheard
+from liveserve.host import block_pool, unheard, warmup_round
 from liveserve.host.seam import expect, install
-from liveserve.host.sessions import session_of
+from liveserve.host.sessions import is_warmup, session_of
 from liveserve.host.stages import stage_info
 from liveserve.runtime import StageRuntime
 from liveserve.scheduler.plan import Plan
@@ -39,19 +40,24 @@ class SchedulerQueues:
     """`liveserve.runtime.Queues` over a vLLM scheduler.
 
     Reads `Scheduler.requests`, which also holds what vLLM-Omni parks while it waits for a chunk.
+    Warm-ups are not shown: they run behind everybody (`liveserve.host.warmup_round`).
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def running(self) -> Iterator[Request]:
-        return (r for r in self._scheduler.requests.values() if r.status is _RUNNING)
+        return (
+            r
+            for r in self._scheduler.requests.values()
+            if r.status is _RUNNING and not is_warmup(r.request_id)
+        )
 
     def waiting(self) -> Iterator[Request]:
         return (
             r
             for r in self._scheduler.requests.values()
-            if r.status is not _RUNNING and not r.is_finished()
+            if r.status is not _RUNNING and not (r.is_finished() or is_warmup(r.request_id))
         )
 
     def can_run(self, request: Any) -> bool:
@@ -62,6 +68,14 @@ class SchedulerQueues:
         # One block is the pool's null block: never free, never in use.
         total = pool.num_gpu_blocks - 1
         return total - pool.get_num_free_blocks(), total
+
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that are not computed yet, found in KV or not."""
+        return sum(
+            max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            for request in self._scheduler.requests.values()
+            if not is_warmup(request.request_id)
+        )
 
     def kv_blocks_of(self, request: Any) -> int:
         ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -84,6 +98,7 @@ class LiveRound(Scheduler):
         self._liveserve_order: dict[str, int] = {}
         self._liveserve_unheard: unheard.Unheard | None = None
         self._liveserve_kv: block_pool.Requests | None = None
+        self._liveserve_warmups: warmup_round.Warmups | None = None
         install("the scheduler", self._attach)
 
     def _attach(self) -> None:
@@ -100,22 +115,32 @@ class LiveRound(Scheduler):
                     "requests are ordered, but never held.",
                     info.name,
                 )
-            self.liveserve = StageRuntime(info, config, SchedulerQueues(self), session_of)
+            queues = SchedulerQueues(self)
+            self.liveserve = StageRuntime(info, config, queues, session_of)
+            self.liveserve.queued_tokens = queues.queued_tokens
             self._liveserve_unheard = unheard.attach(self, self.liveserve, session_of)
             self._liveserve_kv = block_pool.attach(self, self.liveserve, session_of)
+            self._liveserve_warmups = warmup_round.attach(self, self.liveserve, session_of)
 
     def _free_request_blocks(self, request: Request) -> None:
-        if self._liveserve_unheard is not None:
+        if is_warmup(request.request_id):
+            if self._liveserve_warmups is not None:
+                self._liveserve_warmups.freed(request)
+        elif self._liveserve_unheard is not None:
             self._liveserve_unheard.ending(request)
         if self._liveserve_kv is not None:
             self._liveserve_kv.ending(request)
         super()._free_request_blocks(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        warmups = self._liveserve_warmups
         if self.liveserve is not None:
             self.liveserve.round()
+            if warmups is not None:
+                warmups.choose()
             self._apply(self.liveserve.plan())
-        return super().schedule(*args, **kwargs)
+        with warmups.round() if warmups is not None else contextlib.nullcontext():
+            return super().schedule(*args, **kwargs)
 
     def _apply(self, plan: Plan | None) -> None:
         """Sort and hold as ``plan`` says; None leaves the host's order."""
@@ -153,6 +178,7 @@ class LiveSteps:
     """Times steps and counts tokens. Goes before the host's class in the bases."""
 
     liveserve: StageRuntime | None
+    _liveserve_warmups: warmup_round.Warmups | None = None
     connector: Any
     ec_connector: Any
     requests: dict[str, Request]
@@ -171,7 +197,16 @@ class LiveSteps:
         elif self.liveserve.held and not self.__dict__.get("_liveserve_steps"):
             # Everything that could run is held: do not spin until somebody may go on.
             self.liveserve.doze(self._only_held(output))
+        elif self._idles():
+            self.liveserve.nap(1.0)
         return output
+
+    def _idles(self) -> bool:
+        """Whether nothing is left to do here but warm-ups, which may not run now."""
+        warmups = self._liveserve_warmups
+        if warmups is None or not warmups.sat_out or self.__dict__.get("_liveserve_steps"):
+            return False
+        return not warmups.to_tell and all(map(is_warmup, self.requests))
 
     def _only_held(self, output: Any) -> bool:
         """Whether only a message or a deadline lets anything happen in this engine."""
@@ -192,6 +227,8 @@ class LiveSteps:
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        if self._liveserve_warmups is not None:
+            self._liveserve_warmups.outputs(outputs)
         if self.liveserve is not None:
             if self.liveserve.profile.on:
                 groups = outputs.values()
@@ -201,7 +238,8 @@ class LiveSteps:
                 sampled = getattr(model_runner_output, "sampled_token_ids", None) or ()
                 sizes = scheduler_output.num_scheduled_tokens.values()
                 padded = len(sizes) * max(sizes, default=0)
-                self.liveserve.stepped(began_s, sum(map(len, sampled)), padded)
+                made = sum(map(len, sampled))
+                self.liveserve.stepped(began_s, made, padded, sum(sizes))
         return outputs
 
 
