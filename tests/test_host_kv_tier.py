@@ -35,7 +35,7 @@ MODEL = Path(__file__).resolve().parents[1] / ".cache" / "tiny-model"
 SESSIONS, TURNS, ANSWER_TOKENS = 6, 6, 3
 # The tiny model has a token per character. With so many no block that is found again holds tokens
 # of an answer: those were computed one at a time, which may round otherwise than a prefill.
-INSTRUCTIONS_TOKENS = 284
+INSTRUCTIONS_TOKENS = 264
 SESSION_TOKENS = 544
 BLOCK_TOKENS, BYTES_PER_TOKEN = 32, 4096
 # The longest first: the host pads a prompt's audio to its longest, and with another padding its

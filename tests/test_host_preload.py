@@ -80,6 +80,7 @@ class Talk:
         """The turn's tokens, what preloading did, and what is left behind."""
         before = manager(self.driver).report().reloads
         same = self.ask() == self.tokens(self.history)
+        settle(self.driver)
         snapshot = self.driver.scheduler.liveserve.snapshot()
         assert snapshot.kv is not None
         return {

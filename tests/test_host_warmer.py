@@ -89,6 +89,7 @@ class Host:
         self.prompts: list[dict[str, Any]] = []
         self._prompt_processing_lock = threading.Lock()
         self.slow_s = 0.0
+        self.router = None  # one replica
         self.history: list[dict[str, Any]] = []
         self.session = Session(DuplexSessionState.OPEN, self.history)
         state = SimpleNamespace(audio_history=[])

@@ -155,6 +155,21 @@ def behind(engine: Engine) -> dict[str, Any]:
     return engine.found(first_audio=first_audio, both=both, other=other, dry=dry)
 
 
+def elsewhere(engine: Engine) -> dict[str, Any]:
+    """In other stages alone somebody waits for first audio, and then runs dry."""
+    engine.link.tell(*asks("far", time.monotonic()))
+    engine.warm()
+    engine.until(lambda: len(engine.steps) > 10)
+    waits = engine.given()
+    engine.link.tell(hears("far", time.monotonic(), 0.01))
+    engine.until(lambda: len(engine.steps) > 20)
+    dry = engine.given()
+    over = Event(EventKind.RESPONSE_DONE, "far", time.monotonic(), 0.0, "r", "completed")
+    engine.link.tell(over)
+    engine.run_out()
+    return engine.found(waits=waits, dry=dry)
+
+
 def ordinary_prefill(engine: Engine) -> dict[str, Any]:
     """An ordinary request that nobody says is urgent: it prefills in one step, as without us."""
     engine.warm()
@@ -211,7 +226,8 @@ def off(engine: Engine) -> dict[str, Any]:
 
 
 SCENARIOS: tuple[Callable[[Engine], dict[str, Any]], ...] = (
-    done, there, half, overtaken, cancelled, behind, ordinary_prefill, slots, stale, off,
+    done, there, half, overtaken, cancelled, behind, elsewhere,
+    ordinary_prefill, slots, stale, off,
 )  # fmt: skip
 
 
@@ -301,6 +317,9 @@ def test_never_ahead_of_anybody_urgent(found):
     # beside somebody who can wait: both run, the other first
     assert [list(step) for step in one["both"]] == [[one["other"], WARM]] * 3
     assert all(step[one["other"]] == 1 for step in one["both"])
+    far = found["elsewhere"]
+    assert far["waits"] == far["dry"] == []
+    assert far["report"]["ended"] == {"done": 1}
 
 
 def test_an_ordinary_prefill_is_neither_delayed_nor_cut(found):

@@ -100,8 +100,9 @@ class Talker(ArEngine):
             if clock is not None and clock.routed_s > 0.0:
                 progress.observe(clock, first_s)
             policy = self._sized()
-            enough = progress.pending >= progress.least(policy)
-            if enough and progress.is_due(policy, clock, frame_s, first_s):
+            if progress.pending >= progress.least(policy) and progress.is_due(
+                policy, clock, frame_s, first_s
+            ):
                 stop = True
         after_s.append(times.frame_s)
         # A plan would follow the measured chunk time: make one if that changes it.
