@@ -269,6 +269,7 @@ def test_nobody_waits_long():
     with pytest.raises(RowsError, match=r"not written within 0\.05 s"):
         stage.rows.restore([0, 1], [7, 8])
     # the late write of the restore that failed does not reach the block's next owner
+    stage.rows._wait_s = 10.0
     gate.set()
     stage.step({"c": (4, [7, 8, 9], 0)}, {"c": 8})
     stage.finish("c")
