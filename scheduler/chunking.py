@@ -60,19 +60,22 @@ class ChunkTimes:
     Attributes:
         frame_s: wall seconds between two frames of a request that runs.
         deliver_s: wall seconds from sending a chunk until the client has it.
+        rate: seconds of audio that a listener plays in a wall second.
     """
 
-    __slots__ = ("deliver_s", "frame_s")
+    __slots__ = ("deliver_s", "frame_s", "rate")
 
     def __init__(self) -> None:
         self.frame_s = self.deliver_s = _GUESS_S
+        self.rate = 1.0
 
     def framed(self, took_s: float) -> None:
         if took_s < PAUSE_S:
             self.frame_s += WEIGHT * (took_s - self.frame_s)
 
-    def delivered(self, took_s: float) -> None:
+    def delivered(self, took_s: float, rate: float) -> None:
         self.deliver_s += WEIGHT * (took_s - self.deliver_s)
+        self.rate += WEIGHT * (rate - self.rate)
 
     def lead_s(self, frames: int, policy: ChunkPolicy) -> float:
         """Wall seconds from making the first of ``frames`` frames until the client has them."""
@@ -80,7 +83,7 @@ class ChunkTimes:
 
     def enough(self, policy: ChunkPolicy, frame_audio_s: float) -> int:
         """Frames of the smallest chunk that lasts as long as ``policy.deliveries`` asks for."""
-        frames = math.ceil(policy.deliveries * self.deliver_s / frame_audio_s)
+        frames = math.ceil(policy.deliveries * self.deliver_s * self.rate / frame_audio_s)
         return min(policy.largest, max(policy.small, frames))
 
 
@@ -117,7 +120,8 @@ class ChunkProgress:
         ]
         if there:
             # Seen late if the request did not run meanwhile; the clock knows when it came.
-            self.times.delivered(min(now_s, max(clock.routed_at_s, there[-1])) - there[-1])
+            took_s = min(now_s, max(clock.routed_at_s, there[-1])) - there[-1]
+            self.times.delivered(took_s, clock.rate)
             del self._under_way[: len(there)]
 
     def leave(self, frame_audio_s: float, now_s: float) -> int:

@@ -403,7 +403,7 @@ def test_holds_follow_the_measured_chunk_time():
     runtime.sent_s["a1"] = 1.0
     for _ in range(200):
         runtime.chunk_times.framed(0.2)
-        runtime.chunk_times.delivered(0.5)
+        runtime.chunk_times.delivered(0.5, 1.0)
     send(runtime, answer_events("a", 100.0))
     runtime.plan()
     assert runtime.policy.p_release_s == pytest.approx(25 * 0.2 + 0.5 + 0.6, rel=0.05)
