@@ -19,6 +19,8 @@ WEIGHT = 0.1
 PAUSE_S = 0.5
 # What a frame and a delivery take while nothing is known.
 _GUESS_S = 0.1
+# A vocoder's output is shorter than its frames by up to so much of one (Qwen3-Omni's: 555 samples).
+_TRIMMED = 0.5
 
 
 class ChunkPolicy(msgspec.Struct, frozen=True):
@@ -97,7 +99,7 @@ class ChunkProgress:
         self.total = 0  # frames made
         self.sent = 0  # frames that left
         self._last_frame_s = math.nan
-        self._under_way: list[tuple[float, float]] = []  # (seconds of audio sent in all, when)
+        self._under_way: list[tuple[float, float]] = []  # (audio there with it, when sent)
 
     @property
     def pending(self) -> int:
@@ -114,10 +116,7 @@ class ChunkProgress:
         """Learn from how much of what was sent has been routed."""
         if clock is None:
             return
-        # The client's total is cut to whole milliseconds.
-        there = [
-            since_s for total_s, since_s in self._under_way if clock.routed_s + 0.01 >= total_s
-        ]
+        there = [since_s for total_s, since_s in self._under_way if clock.routed_s >= total_s]
         if there:
             # Seen late if the request did not run meanwhile; the clock knows when it came.
             took_s = min(now_s, max(clock.routed_at_s, there[-1])) - there[-1]
@@ -127,7 +126,7 @@ class ChunkProgress:
     def leave(self, frame_audio_s: float, now_s: float) -> int:
         """All pending frames are sent now; returns how many."""
         count, self.sent = self.pending, self.total
-        self._under_way.append((self.sent * frame_audio_s, now_s))
+        self._under_way.append(((self.sent - _TRIMMED) * frame_audio_s, now_s))
         return count
 
     def least(self, policy: ChunkPolicy) -> int:
