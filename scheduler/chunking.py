@@ -19,6 +19,7 @@ WEIGHT = 0.1
 PAUSE_S = 0.5
 # What a frame and a delivery take while nothing is known.
 _GUESS_S = 0.1
+_SPREADS = 4.0
 # A vocoder's output is shorter than its frames by up to so much of one (Qwen3-Omni's: 555 samples).
 _TRIMMED = 0.5
 
@@ -62,26 +63,36 @@ class ChunkTimes:
     Attributes:
         frame_s: wall seconds between two frames of a request that runs.
         deliver_s: wall seconds from sending a chunk until the client has it.
+        spread_s: how far deliveries are from that, on average.
         rate: seconds of audio that a listener plays in a wall second.
     """
 
-    __slots__ = ("deliver_s", "frame_s", "rate")
+    __slots__ = ("deliver_s", "frame_s", "rate", "spread_s")
 
     def __init__(self) -> None:
         self.frame_s = self.deliver_s = _GUESS_S
+        self.spread_s = 0.0
         self.rate = 1.0
 
     def framed(self, took_s: float) -> None:
         if took_s < PAUSE_S:
             self.frame_s += WEIGHT * (took_s - self.frame_s)
 
+    @property
+    def late_s(self) -> float:
+        """What hardly a delivery takes longer than (as TCP's time-out, RFC 6298): a listener who
+        waits for it hears a gap.
+        """
+        return self.deliver_s + _SPREADS * self.spread_s
+
     def delivered(self, took_s: float, rate: float) -> None:
+        self.spread_s += WEIGHT * (abs(took_s - self.deliver_s) - self.spread_s)
         self.deliver_s += WEIGHT * (took_s - self.deliver_s)
         self.rate += WEIGHT * (rate - self.rate)
 
     def lead_s(self, frames: int, policy: ChunkPolicy) -> float:
         """Wall seconds from making the first of ``frames`` frames until the client has them."""
-        return frames * self.frame_s + self.deliver_s + policy.margin_s
+        return frames * self.frame_s + self.late_s + policy.margin_s
 
     def enough(self, policy: ChunkPolicy, frame_audio_s: float) -> int:
         """Frames of the smallest chunk that lasts as long as ``policy.deliveries`` asks for."""
