@@ -43,7 +43,7 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
     smallest: int = 6
     small: int = 10
     largest: int = 25
-    deliveries: float = 8.0
+    deliveries: float = 16.0
     margin_s: float = 0.3
 
     def within(self, first: int, largest: int) -> ChunkPolicy:
