@@ -19,9 +19,6 @@ WEIGHT = 0.1
 PAUSE_S = 0.5
 # What a frame and a delivery take while nothing is known.
 _GUESS_S = 0.1
-_SPREADS = 4.0
-# A vocoder's output is shorter than its frames by up to so much of one (Qwen3-Omni's: 555 samples).
-_TRIMMED = 0.5
 
 
 class ChunkPolicy(msgspec.Struct, frozen=True):
@@ -43,7 +40,7 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
     smallest: int = 6
     small: int = 10
     largest: int = 25
-    deliveries: float = 16.0
+    deliveries: float = 8.0
     margin_s: float = 0.3
 
     def within(self, first: int, largest: int) -> ChunkPolicy:
@@ -63,36 +60,26 @@ class ChunkTimes:
     Attributes:
         frame_s: wall seconds between two frames of a request that runs.
         deliver_s: wall seconds from sending a chunk until the client has it.
-        spread_s: how far deliveries are from that, on average.
         rate: seconds of audio that a listener plays in a wall second.
     """
 
-    __slots__ = ("deliver_s", "frame_s", "rate", "spread_s")
+    __slots__ = ("deliver_s", "frame_s", "rate")
 
     def __init__(self) -> None:
         self.frame_s = self.deliver_s = _GUESS_S
-        self.spread_s = 0.0
         self.rate = 1.0
 
     def framed(self, took_s: float) -> None:
         if took_s < PAUSE_S:
             self.frame_s += WEIGHT * (took_s - self.frame_s)
 
-    @property
-    def late_s(self) -> float:
-        """What hardly a delivery takes longer than (as TCP's time-out, RFC 6298): a listener who
-        waits for it hears a gap.
-        """
-        return self.deliver_s + _SPREADS * self.spread_s
-
     def delivered(self, took_s: float, rate: float) -> None:
-        self.spread_s += WEIGHT * (abs(took_s - self.deliver_s) - self.spread_s)
         self.deliver_s += WEIGHT * (took_s - self.deliver_s)
         self.rate += WEIGHT * (rate - self.rate)
 
     def lead_s(self, frames: int, policy: ChunkPolicy) -> float:
         """Wall seconds from making the first of ``frames`` frames until the client has them."""
-        return frames * self.frame_s + self.late_s + policy.margin_s
+        return frames * self.frame_s + self.deliver_s + policy.margin_s
 
     def enough(self, policy: ChunkPolicy, frame_audio_s: float) -> int:
         """Frames of the smallest chunk that lasts as long as ``policy.deliveries`` asks for."""
@@ -110,7 +97,7 @@ class ChunkProgress:
         self.total = 0  # frames made
         self.sent = 0  # frames that left
         self._last_frame_s = math.nan
-        self._under_way: list[tuple[float, float]] = []  # (audio there with it, when sent)
+        self._under_way: list[tuple[float, float]] = []  # (seconds of audio sent in all, when)
 
     @property
     def pending(self) -> int:
@@ -127,7 +114,10 @@ class ChunkProgress:
         """Learn from how much of what was sent has been routed."""
         if clock is None:
             return
-        there = [since_s for total_s, since_s in self._under_way if clock.routed_s >= total_s]
+        # The client's total is cut to whole milliseconds.
+        there = [
+            since_s for total_s, since_s in self._under_way if clock.routed_s + 0.01 >= total_s
+        ]
         if there:
             # Seen late if the request did not run meanwhile; the clock knows when it came.
             took_s = min(now_s, max(clock.routed_at_s, there[-1])) - there[-1]
@@ -137,7 +127,7 @@ class ChunkProgress:
     def leave(self, frame_audio_s: float, now_s: float) -> int:
         """All pending frames are sent now; returns how many."""
         count, self.sent = self.pending, self.total
-        self._under_way.append(((self.sent - _TRIMMED) * frame_audio_s, now_s))
+        self._under_way.append((self.sent * frame_audio_s, now_s))
         return count
 
     def least(self, policy: ChunkPolicy) -> int:

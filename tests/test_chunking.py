@@ -102,27 +102,12 @@ def test_every_frame_leaves_once_and_bounds_hold(steps, smallest, extra):
 def test_chunks_that_may_be_interrupted_last_as_long_as_deliveries_ask():
     times = ChunkTimes()
     sizes = []
-    for deliver_s in (0.01, 0.075, 0.1, 5.0):
+    for deliver_s in (0.01, 0.15, 0.2, 5.0):
         times.deliver_s = deliver_s
         sizes.append(times.enough(POLICY, FRAME_AUDIO_S))
-    # 16 deliveries in frames of 0.08 s, between `small` and `largest`
+    # 8 deliveries in frames of 0.08 s, between `small` and `largest`
     assert sizes == [10, 15, 20, 25]
-    times.deliver_s = 0.1
+    times.deliver_s = 0.2
     for _ in range(100):
-        times.delivered(0.1, 0.58)  # listeners play slowly: the same time takes fewer frames
+        times.delivered(0.2, 0.58)  # listeners play slowly: the same time takes fewer frames
     assert times.enough(POLICY, FRAME_AUDIO_S) == 12
-
-
-def test_a_delivery_ends_when_its_audio_is_there_though_the_vocoder_trims_it():
-    """555 samples of each answer never come; the next chunk must not be waited for."""
-    progress, clock = ChunkProgress(ChunkTimes()), PlaybackClock()
-    for frame in range(80):
-        now_s = 0.1 * frame
-        if frame % 10 == 3 and progress.sent:
-            clock.route(progress.sent * FRAME_AUDIO_S - 555 / 24_000, now_s)
-        progress.made(now_s)
-        progress.observe(clock, now_s)
-        if frame % 10 == 0:
-            progress.leave(FRAME_AUDIO_S, now_s)
-    assert progress.times.deliver_s == pytest.approx(0.3 - 0.2 * 0.9**8, abs=0.001)
-    assert not progress._under_way

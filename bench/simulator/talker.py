@@ -35,7 +35,7 @@ class Talker(ArEngine):
         self._chunking = runtime is not None and world.system.switches.chunking
         self._times = ChunkTimes() if runtime is None else runtime.chunk_times
         self._policy = self._sizes
-        self._policy_of: tuple[float, float, float] | None = None
+        self._policy_of: tuple[float, float] | None = None
         # Of the stretch under way: frames before it, and frame times after each of its steps.
         self._before: tuple[list[tuple[ChunkProgress, int]], list[float]] = ([], [])
         self._alternates = costs.alternate_steps and not (
@@ -65,7 +65,7 @@ class Talker(ArEngine):
     def _sized(self) -> ChunkPolicy:
         runtime = self.runtime
         assert runtime is not None
-        reads = (runtime.barge_in_rate, self._times.deliver_s, self._times.rate)
+        reads = (runtime.barge_in_rate, self._times.deliver_s)
         if reads != self._policy_of:
             self._policy_of = reads
             self._policy = runtime.sized(self._sizes)
@@ -107,12 +107,12 @@ class Talker(ArEngine):
         after_s.append(times.frame_s)
         # A plan would follow the measured chunk time: make one if that changes it.
         known_s, margin_s = runtime._chunk_time_s, runtime.config.chunks.margin_s
-        late_s, follows = times.late_s, bool(runtime.sent_s)
+        deliver_s, follows = times.deliver_s, bool(runtime.sent_s)
         if follows and known_s is None:
             stop = True
         known_s = known_s if follows and known_s is not None else math.inf
         near_s = 0.1 * known_s
-        time_s = frames * times.frame_s + late_s + margin_s  # `ChunkTimes.lead_s`
+        time_s = frames * times.frame_s + deliver_s + margin_s  # `ChunkTimes.lead_s`
         if stop or abs(time_s - known_s) > near_s or len(ends_s) == 1:
             return ends_s[:1]
         # From then on nothing is learned but how long a frame takes: `ChunkProgress.made` of all,
@@ -131,7 +131,7 @@ class Talker(ArEngine):
                         stop = True
             steps += 1
             after_s.append(average_s)
-            time_s = frames * average_s + late_s + margin_s
+            time_s = frames * average_s + deliver_s + margin_s
             if stop or abs(time_s - known_s) > near_s:
                 break
         times.frame_s = average_s
