@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import Server, ServerFailed, running_server
+from liveserve.bench.launch import Server, ServerFailed, add_server_arguments, running_server
 from liveserve.bench.prefill import prefill_metrics, read_thinker
 from liveserve.bench.preload import preload_metrics, run_watched
 from liveserve.bench.report import save_comparison, save_waits
@@ -288,10 +288,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slow-motion", type=float, metavar="K", help="for every case")
     parser.add_argument("--seed", type=int, help="of every case")
     parser.add_argument("--fast-codes", action="store_true", help="for both servers, always")
-    parser.add_argument(
-        "--model-dir", type=Path, default=Path(".cache/tiny-model"), help="(%(default)s)"
-    )
-    parser.add_argument("--logs", type=Path, default=Path("out/compare"), help="(%(default)s)")
+    add_server_arguments(parser, "compare")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result file")
     parser.add_argument("--plots", metavar="DIR", type=Path, help="write the plots")
 

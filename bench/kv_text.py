@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from liveserve.bench.launch import Server, ServerFailed, running_server
+from liveserve.bench.launch import Server, ServerFailed, add_server_arguments, running_server
 from liveserve.bench.metrics import percentiles, prompt_metrics
 from liveserve.bench.result_file import build_result, ratio_of, write_result
 from liveserve.bench.server import exposition, kv_totals, parse_prompt_tokens
@@ -90,10 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arms", metavar="A,B", help=f"only these servers of {STOCK}, {CACHE}, {OFFLOAD}, {LIVE}"
     )
-    parser.add_argument(
-        "--model-dir", type=Path, default=Path(".cache/tiny-text"), help="(%(default)s)"
-    )
-    parser.add_argument("--logs", type=Path, default=Path("out/kv-text"), help="(%(default)s)")
+    add_server_arguments(parser, "kv-text", "tiny-text")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result file")
 
 

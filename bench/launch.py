@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -49,6 +50,16 @@ def _handed_out() -> int:
         lowest = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
         return max(int(lowest), _LOWEST_PORT + 1000)
     return 32768
+
+
+def add_server_arguments(
+    parser: argparse.ArgumentParser, name: str, model: str = "tiny-model"
+) -> None:
+    """What a benchmark that starts servers asks for: ``--model-dir`` and ``--logs``."""
+    parser.add_argument(
+        "--model-dir", type=Path, default=Path(".cache") / model, help="(%(default)s)"
+    )
+    parser.add_argument("--logs", type=Path, default=Path("out") / name, help="(%(default)s)")
 
 
 @dataclass

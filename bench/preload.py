@@ -2,7 +2,7 @@
 
 Two sources, both of the running server: the profile of every turn (`liveserve.profile`), whose part
 ``load`` is the time that a request waited for its history from DRAM, and the tier's counts of what
-requests found (`liveserve.kvtier.preload.PreloadTotals`).
+requests found (`liveserve.kvtier.preload.PreloadReport`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from liveserve.bench.calibrate_server import match_overheads, simulated_metrics
 from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import ServerFailed, running_server
+from liveserve.bench.launch import ServerFailed, add_server_arguments, running_server
 from liveserve.bench.result_file import (
     build_result,
     ratio_of,
@@ -109,10 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--add-to", type=Path, metavar="FILE", help="keep the other servers of this result file"
     )
-    parser.add_argument(
-        "--model-dir", type=Path, default=Path(".cache/tiny-model"), help="(%(default)s)"
-    )
-    parser.add_argument("--logs", type=Path, default=Path("out/validate"), help="(%(default)s)")
+    add_server_arguments(parser, "validate")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result file")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="write the fitted cost model")
 

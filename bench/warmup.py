@@ -26,7 +26,7 @@ from rich.table import Table
 
 from liveserve.bench.client import ClientConfig, ListenerClock, Session
 from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import Server, ServerFailed, running_server
+from liveserve.bench.launch import Server, ServerFailed, add_server_arguments, running_server
 from liveserve.bench.records import COMPLETED, ResponseRecord
 from liveserve.bench.result_file import build_result, ratio_of, write_result
 from liveserve.bench.server import kv_totals
@@ -89,10 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a warm-up in one step (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=d.seed, help="(%(default)s)")
-    parser.add_argument(
-        "--model-dir", type=Path, default=Path(".cache/tiny-model"), help="(%(default)s)"
-    )
-    parser.add_argument("--logs", type=Path, default=Path("out/warmup"), help="(%(default)s)")
+    add_server_arguments(parser, "warmup")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result file")
     parser.add_argument("--plots", metavar="DIR", type=Path, help="write the plot")
 

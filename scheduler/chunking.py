@@ -14,9 +14,9 @@ import msgspec
 from liveserve.scheduler.playback import PlaybackClock
 
 # Weight of the newest observation in the running averages.
-WEIGHT = 0.1
+_WEIGHT = 0.1
 # Two frames of a request further apart than this were not made one after the other.
-PAUSE_S = 0.5
+_PAUSE_S = 0.5
 # What a frame and a delivery take while nothing is known.
 _GUESS_S = 0.1
 
@@ -70,12 +70,12 @@ class ChunkTimes:
         self.rate = 1.0
 
     def framed(self, took_s: float) -> None:
-        if took_s < PAUSE_S:
-            self.frame_s += WEIGHT * (took_s - self.frame_s)
+        if took_s < _PAUSE_S:
+            self.frame_s += _WEIGHT * (took_s - self.frame_s)
 
     def delivered(self, took_s: float, rate: float) -> None:
-        self.deliver_s += WEIGHT * (took_s - self.deliver_s)
-        self.rate += WEIGHT * (rate - self.rate)
+        self.deliver_s += _WEIGHT * (took_s - self.deliver_s)
+        self.rate += _WEIGHT * (rate - self.rate)
 
     def lead_s(self, frames: int, policy: ChunkPolicy) -> float:
         """Wall seconds from making the first of ``frames`` frames until the client has them."""

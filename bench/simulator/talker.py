@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from liveserve.bench.simulator.ar import ArEngine
 from liveserve.bench.simulator.engines import Request
 from liveserve.bench.simulator.kv import Pool
 from liveserve.bench.simulator.model import StageCost
-from liveserve.scheduler.chunking import (
-    PAUSE_S,
-    WEIGHT,
-    ChunkPolicy,
-    ChunkProgress,
-    ChunkTimes,
-)
+from liveserve.scheduler.chunking import ChunkPolicy, ChunkProgress, ChunkTimes
 from liveserve.scheduler.playback import PlaybackClock
 
 if TYPE_CHECKING:
@@ -92,52 +85,28 @@ class Talker(ArEngine):
             rows.append((request.progress, self._clock_of(request)))
         after_s: list[float] = []
         self._before = ([(p, p.total) for p, _ in rows], after_s)
-        policy, frames = self._policy, runtime._chunk_frames
-        first_s = ends_s[0]
-        stop = False
-        for progress, clock in rows:
-            progress.made(first_s)
-            if clock is not None and clock.routed_s > 0.0:
-                progress.observe(clock, first_s)
-            policy = self._sized()
-            if progress.pending >= progress.least(policy) and progress.is_due(
-                policy, clock, frame_s, first_s
-            ):
-                stop = True
-        after_s.append(times.frame_s)
-        # A plan would follow the measured chunk time: make one if that changes it.
-        known_s, margin_s = runtime._chunk_time_s, runtime.config.chunks.margin_s
-        deliver_s, follows = times.deliver_s, bool(runtime.sent_s)
-        if follows and known_s is None:
-            stop = True
-        known_s = known_s if follows and known_s is not None else math.inf
-        near_s = 0.1 * known_s
-        time_s = frames * times.frame_s + deliver_s + margin_s  # `ChunkTimes.lead_s`
-        if stop or abs(time_s - known_s) > near_s or len(ends_s) == 1:
-            return ends_s[:1]
-        # From then on nothing is learned but how long a frame takes: `ChunkProgress.made` of all,
-        # written out, with a look at `is_due` where it can be true.
-        waits = [(p.total, p.total + p.least(policy) - p.pending, p, clock) for p, clock in rows]
-        made_s, average_s, steps = first_s, times.frame_s, 1
-        for at_s in ends_s[1:]:
-            took_s, made_s = at_s - made_s, at_s
-            follow = took_s < PAUSE_S
-            for total, enough, progress, clock in waits:
-                if follow:
-                    average_s += WEIGHT * (took_s - average_s)
-                if total + steps >= enough:
-                    times.frame_s, progress.total = average_s, total + steps
-                    if progress.is_due(policy, clock, frame_s, at_s):
-                        stop = True
-            steps += 1
-            after_s.append(average_s)
-            time_s = frames * average_s + deliver_s + margin_s
-            if stop or abs(time_s - known_s) > near_s:
-                break
-        times.frame_s = average_s
-        for total, _, progress, _ in waits:
-            progress.total, progress._last_frame_s = total + steps - 1, made_s
-        return ends_s[:steps]
+        policy, frames, chunks = self._policy, runtime._chunk_frames, runtime.config.chunks
+        known_s, follows = runtime._chunk_time_s, bool(runtime.sent_s)
+        for steps, at_s in enumerate(ends_s, start=1):
+            stop = False
+            for progress, clock in rows:
+                progress.made(at_s)
+                if steps == 1:
+                    if clock is not None and clock.routed_s > 0.0:
+                        progress.observe(clock, at_s)
+                    policy = self._sized()
+                if progress.pending >= progress.least(policy) and progress.is_due(
+                    policy, clock, frame_s, at_s
+                ):
+                    stop = True
+            after_s.append(times.frame_s)
+            if follows:
+                # A plan would follow the measured chunk time: make one if that changes it.
+                time_s = times.lead_s(frames, chunks)
+                stop = stop or known_s is None or abs(time_s - known_s) > 0.1 * known_s
+            if stop:
+                return ends_s[:steps]
+        return ends_s
 
     def _fixed_chunks(self, batch: list[Request], ends_s: list[float]) -> list[float]:
         """Chunks of the host's sizes: nothing is measured, and the next one's end is known."""

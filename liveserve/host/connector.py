@@ -113,7 +113,7 @@ class KvHandshake(KVConnectorHandshakeMetadata):
 
 
 class PoolBlocks:
-    """`liveserve.kvtier.manager.GpuBlocks` over the host's pool.
+    """`liveserve.kvtier.gpu_blocks.GpuBlocks` over the host's pool.
 
     Args:
         block_tokens: tokens of a block.

@@ -95,7 +95,7 @@ class LiveOrchestration:
         # First ours: the host forgets a request with its last output.
         self._report(self._routed, stage_id, output, req_state)
         if stage_id == THINKER and self.router is not None and req_state.session_owned:
-            self._report(self._answered, replica_id, output, req_state.request_id)
+            self._try(self.router.answered, replica_id, output, req_state.request_id)
         await super()._route_output(  # type: ignore[misc]
             stage_id, replica_id, output, req_state, stage_metrics
         )
@@ -122,9 +122,13 @@ class LiveOrchestration:
 
     def _report(self, what: Callable[..., None], *args: Any) -> None:
         if self.live is not None:
-            try:
-                what(self.live, *args)
-            except Exception:
+            self._try(what, self.live, *args)
+
+    def _try(self, what: Callable[..., None], *args: Any) -> None:
+        try:
+            what(*args)
+        except Exception:
+            if self.live is not None:
                 self.live.failed(what.__name__)
 
     def _turn_opened(self, live: InteractionPlane, msg: Any) -> None:
@@ -146,12 +150,6 @@ class LiveOrchestration:
         told = request is not None or not self.async_chunk
         if self.router is not None and state is not None and told:
             self.router.submitted(request_id, request, session_owned=state.session_owned)
-
-    def _answered(
-        self, live: InteractionPlane, replica_id: int, output: Any, request_id: str
-    ) -> None:
-        if self.router is not None:
-            self.router.answered(replica_id, output, request_id)
 
     def _routed(self, live: InteractionPlane, stage_id: int, output: Any, req_state: Any) -> None:
         """Count what every stage made, and the audio that turn requests were sent (a duplex
@@ -247,22 +245,16 @@ class LiveDuplexOrchestrator(LiveOrchestration, DuplexOrchestrator):
         self, request_id: str, stage_id: int, prompt: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self.router is not None and stage_id == THINKER:
-            self._report(self._scope, request_id, prompt)
+            self._try(self.router.scope, request_id, prompt)
         return super()._process_turn_prompt(request_id, stage_id, prompt, *args, **kwargs)
 
-    def _scope(self, live: InteractionPlane, request_id: str, prompt: Any) -> None:
-        if self.router is not None:
-            self.router.scope(request_id, prompt)
-
-    def _ahead(self, live: InteractionPlane, request_id: str) -> None:
-        if self.router is not None:
-            self.router.ahead(request_id)
-
     async def submit(self, submission: Any) -> Any:
-        if submission.context.stage_id == THINKER:
-            self._report(self._ahead, submission.context.request_id)
-        if self.warmer is not None and submission.context.stage_id == 0:
-            self._report(lambda _: self.warmer.turn(submission.context.session_id))  # type: ignore[union-attr]
+        context = submission.context
+        if context.stage_id == THINKER:
+            if self.router is not None:
+                self._try(self.router.ahead, context.request_id)
+            if self.warmer is not None:
+                self._try(self.warmer.turn, context.session_id)
         result = await super().submit(submission)
         if result.stage_id == THINKER:  # where stages are not prewarmed this is the first to know
             self._report(self._submitted, result.request_id)

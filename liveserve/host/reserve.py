@@ -132,18 +132,16 @@ class Accounts:
     def promised(self, holders: dict[Request, int]) -> tuple[int, int]:
         """Blocks that ``holders`` may take yet: at most, and likely."""
         most = likely = 0
-        share = self._share
         for request, used in holders.items():
-            prompt, total, streams = self.extent(request)
-            if (more := total - used) > 0:
+            extent = self.extent(request)
+            if (more := extent.total - used) > 0:
                 most += more
-                ahead = prompt + math.ceil(share * (total - prompt)) - used
-                likely += more if streams else max(0, ahead)
+                likely += more if extent.streams else max(0, self._likely_total(extent) - used)
         return most, likely
 
-    @property
-    def _share(self) -> float:
-        return self.lengths.share if self._may_hold else 1.0
+    def _likely_total(self, extent: Extent) -> int:
+        share = self.lengths.share if self._may_hold else 1.0
+        return extent.prompt + math.ceil(share * (extent.total - extent.prompt))
 
     def claim(self, request: Request, used: int, hits: Collection[KVCacheBlock] = ()) -> Claim:
         """The claim of a request that has ``used`` blocks.
@@ -153,12 +151,12 @@ class Accounts:
         """
         if request.is_finished() and not request.resumable:
             return Claim(used, 0, 0)  # its blocks come back when a transfer ends
-        prompt, total, streams = self.extent(request)
+        extent = self.extent(request)
         have = used + sum(block.ref_cnt > 0 for block in hits)
-        more = max(0, total - have)
-        if streams:
+        more = max(0, extent.total - have)
+        if extent.streams:
             return Claim(0, more, more, ends=False)
-        likely = prompt + math.ceil(self._share * (total - prompt)) - have
+        likely = self._likely_total(extent) - have
         return Claim(used, more, max(likely, min(1, more)))
 
     def claims(

@@ -37,9 +37,8 @@ from vllm_omni.model_executor.models.qwen3_omni.duplex.plugin import Qwen3OmniDu
 from liveserve.events import Event, EventKind, KvSnapshot, Prefetch
 from liveserve.host.seam import expect
 from liveserve.host.sessions import is_warmup, warmup_id
-from liveserve.plane import InteractionPlane
+from liveserve.plane import THINKER, InteractionPlane
 
-THINKER = 0
 # What one event does to the history has happened when this has passed: a barge-in cuts the answer.
 _SETTLE_S = 0.05
 # Speech that is followed by no turn for so long was none.
