@@ -85,8 +85,7 @@ class Talker(ArEngine):
             rows.append((request.progress, self._clock_of(request)))
         after_s: list[float] = []
         self._before = ([(p, p.total) for p, _ in rows], after_s)
-        policy, frames, chunks = self._policy, runtime._chunk_frames, runtime.config.chunks
-        known_s, follows = runtime._chunk_time_s, bool(runtime.sent_s)
+        policy = self._policy
         for steps, at_s in enumerate(ends_s, start=1):
             stop = False
             for progress, clock in rows:
@@ -100,11 +99,8 @@ class Talker(ArEngine):
                 ):
                     stop = True
             after_s.append(times.frame_s)
-            if follows:
-                # A plan would follow the measured chunk time: make one if that changes it.
-                time_s = times.lead_s(frames, chunks)
-                stop = stop or known_s is None or abs(time_s - known_s) > 0.1 * known_s
-            if stop:
+            # A plan would follow the measured chunk time: make one if that changes it.
+            if stop or runtime.chunk_time_moved():
                 return ends_s[:steps]
         return ends_s
 
