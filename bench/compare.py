@@ -60,6 +60,7 @@ class Preset:
 
     ``fast_codes``: both servers use the one-matmul code predictor, so that less slow motion is
     needed; the vocoder is then the bottleneck.
+    ``regime``: "load" is in the slow motion in which stock's RTF is about `_REGIME_RTF` here.
     ``prefill``: count what the thinker computes, from its step record.
     ``preload``: watch what turns wait for their history, over a link of `link_gbps`.
     """
@@ -68,6 +69,7 @@ class Preset:
     cases: Mapping[str, SessionsConfig]
     pairs: int
     fast_codes: bool = False
+    regime: bool = False
     prefill: bool = False
     preload: bool = False
 
@@ -94,9 +96,13 @@ _ABLATION = (
     *(live_arm(f"without {name}", **{name: False}) for name in _SWITCHES),
 )
 
-# As many users as make stock's queues long, in the paper's regime: stock's RTF is about 0.25. On a
-# machine too slow for that nothing is ahead of its listener, and there is nothing to reorder.
-_LOAD = _case(16, 0.5, turns=2, answer_seconds=(6.0, 10.0, 12.0), slow_motion=3.0)
+# Stock's RTF under load in the paper's regime. Where it is much larger nothing is ahead of its
+# listener, and there is nothing to reorder; where it is much smaller nobody waits.
+_REGIME_RTF = 0.2
+_SLOWEST_MOTION = 5.0
+# As many users as make stock's queues long. Their slow motion is found before the run, since the
+# same machine can be twice as fast an hour later.
+_LOAD = _case(16, 0.5, turns=2, answer_seconds=(6.0, 10.0, 12.0), slow_motion=2.0)
 _EASY = {
     # Long answers, interrupted early by users whom the machine serves with ease.
     "barge-in": _case(
@@ -107,7 +113,7 @@ _EASY = {
         slow_motion=3.0,
         barge_in_between=(0.1, 0.5),
     ),
-    "light": _case(2, 0.0, turns=3, answer_seconds=(2.5, 3.0), slow_motion=2.0),
+    "light": _case(2, 0.0, turns=8, answer_seconds=(2.5, 3.0), slow_motion=1.0),
 }
 
 # Conversations that remember all of their turns, in a thinker whose KV cache holds two of the six.
@@ -163,8 +169,12 @@ def link_gbps(case: SessionsConfig) -> float:
 
 
 PRESETS = {
-    "ci": Preset((STOCK_ARM, live_arm()), {"load": _LOAD, **_EASY}, pairs=1, fast_codes=True),
-    "heavy": Preset((STOCK_ARM, live_arm()), {"load": _LOAD}, pairs=3, fast_codes=True),
+    "ci": Preset(
+        (STOCK_ARM, live_arm()), {"load": _LOAD, **_EASY}, pairs=1, fast_codes=True, regime=True
+    ),
+    "heavy": Preset(
+        (STOCK_ARM, live_arm()), {"load": _LOAD}, pairs=3, fast_codes=True, regime=True
+    ),
     "easy": Preset((STOCK_ARM, live_arm()), _EASY, pairs=3, fast_codes=True),
     "paper": Preset(
         (STOCK_ARM, live_arm()),
@@ -177,7 +187,11 @@ PRESETS = {
         pairs=2,
     ),
     "ablation": Preset(
-        (STOCK_ARM, live_arm(), *_ABLATION), {"load": _LOAD}, pairs=1, fast_codes=True
+        (STOCK_ARM, live_arm(), *_ABLATION),
+        {"load": _LOAD},
+        pairs=1,
+        fast_codes=True,
+        regime=True,
     ),
     # A hundred paced responses and more: nobody may hear a gap that stock would not have made.
     "paced": Preset(
@@ -360,6 +374,8 @@ def run(args: argparse.Namespace) -> int:
                     shutil.rmtree(record, ignore_errors=True)
                     env = {RECORD_ENV: str(record), ROWS_ENV: "off"} if preset.prefill else {}
                     with running_server(args.model_dir, log, flags=flags, env=env) as server:
+                        if preset.regime and not runs and not args.slow_motion:
+                            cases["load"] = _in_the_regime(server, cases["load"])
                         for index, (name, case) in enumerate(cases.items()):
                             here = replace(case, url=server.url, model=server.name)
                             if index:  # the server is warm
@@ -414,6 +430,26 @@ def run(args: argparse.Namespace) -> int:
         )
         console.print(f"result: {args.json}", soft_wrap=True)
     return 1 if any(r.report.failed for r in runs) else 0
+
+
+def _in_the_regime(server: Server, case: SessionsConfig) -> SessionsConfig:
+    """``case`` in the slow motion that `regime_slow_motion` says, from one answer of each user."""
+    probe = replace(case, url=server.url, model=server.name, turns=1, p_barge_in=0.0)
+    probe = replace(probe, answer_seconds=case.answer_seconds[:1])
+    rtf = asyncio.run(run_sessions(probe)).metrics["rtf_p50"]
+    if rtf is None:  # it answers nobody, as the run will show
+        return case
+    return replace(case, slow_motion=regime_slow_motion(rtf, case.slow_motion))
+
+
+def regime_slow_motion(rtf: float, slow_motion: float) -> float:
+    """The slow motion in which stock's RTF is about `_REGIME_RTF` if it is ``rtf`` in this one.
+
+    The slower the users, the fewer answers are made at once: RTF falls faster than with 1/K. The
+    exponent is what runs on two cores had. At least 1, and bounded for runs that end.
+    """
+    wanted = slow_motion * (rtf / _REGIME_RTF) ** (2 / 3)
+    return round(min(max(wanted, 1.0), _SLOWEST_MOTION), 1)
 
 
 def _plot_reloads(folder: Path, runs: Sequence[Run]) -> Path:
@@ -584,8 +620,10 @@ _KV_COLUMNS = (
 
 def tables(runs: Sequence[Run], ratios: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     """The runs, and the ratios with their spread."""
-    k, baseline = runs[0].report.config.slow_motion, runs[0].arm
-    every = Table(title=f"every run (users in slow motion, K = {k:g})", title_justify="left")
+    baseline = runs[0].arm
+    k_of = {r.case: f"{r.report.config.slow_motion:g}" for r in runs}
+    ks = ", ".join(k if len(k_of) == 1 else f"{k} ({case})" for case, k in k_of.items())
+    every = Table(title=f"every run (users in slow motion, K = {ks})", title_justify="left")
     prefill = any("prefill_tokens_computed" in r.metrics for r in runs)
     columns: Sequence[tuple[str, str, str]] = _KV_COLUMNS if prefill else _COLUMNS
     if any("resident_fraction" in r.metrics for r in runs):

@@ -58,9 +58,10 @@ _BARGE_IN_WEIGHT = 0.05
 # That share while nothing is known. Low enough to be forgotten after some thirty responses that
 # were heard to their end.
 _BARGE_IN_PRIOR = 0.1
-# A held request keeps its slot. Where more sessions are open than there are slots, nobody is held
-# while more than this share of them is taken: those held must have time to end before the rest is.
-_SLOTS_SHARE = 0.75
+# A held request keeps its slot and its KV. Where there is not enough of them for all open sessions,
+# nobody is held while more than this share is taken: those held must have time to end before the
+# rest is.
+CROWDED_SHARE = 0.75
 # Rows of requests and of sessions in a detailed reply.
 MAX_ROWS = 512
 
@@ -174,6 +175,7 @@ class StageRuntime:
         self.wait_for_message: Callable[[float], None] | None = None
         self.unheard_blocks = 0
         self._chunk_time_s: float | None = None
+        self._tight_time_s: float | None = None
         self._chunk_frames = config.chunks.largest  # frames for which a held request is let go on
         self._set_policy()
         self._queues = queues
@@ -187,6 +189,7 @@ class StageRuntime:
         self._candidates: list[Candidate] = []  # those of them that can run
         self._urgent = False  # one of those is not U2
         self._budgets = NO_BUDGETS
+        self._kv_blocks = 0, 0  # in use or promised, in all
         self._holds = 0
         self._deadline_s: float | None = None
         self._by_class = ([0, 0, 0], [0, 0, 0])
@@ -215,7 +218,7 @@ class StageRuntime:
     def plan(self) -> Plan | None:
         """Order and holds of the round just made, or None where the host's own order stands."""
         self._follow_chunk_time()
-        policy = self._tight_policy
+        policy = self.tight_policy
         if self.ring.stale or not (policy.order or policy.pace) or not self.ranks:
             self.held = frozenset()
             return None
@@ -457,6 +460,7 @@ class StageRuntime:
         enough = Urgency.U2
         used, total = queues.kv_blocks()
         used = min(total, used + self.promised_blocks)
+        self._kv_blocks = used, total
         self._budgets = NO_BUDGETS  # the host has its own; the plan gives it order and holds
         if total and used > self.policy.kv_high_watermark * total:
             held_blocks = queues.kv_blocks_of
@@ -529,10 +533,13 @@ class StageRuntime:
         """Let the bounds of holds follow the measured chunk time, in steps of a tenth."""
         if self.chunk_time_moved():
             self._chunk_time_s = self._measured_chunk_s()
+            self._tight_time_s = self._measured_chunk_s(makes_way=True)
             self._set_policy()
 
-    def _measured_chunk_s(self) -> float:
-        return self.chunk_times.lead_s(self._chunk_frames, self.config.chunks)
+    def _measured_chunk_s(self, *, makes_way: bool = False) -> float:
+        return self.chunk_times.lead_s(
+            self._chunk_frames, self.config.chunks, makes_way=makes_way
+        )
 
     def preload(self, act: Callable[[KvPreload], object]) -> None:
         """``act`` on what decides on preloads, if there is any; after a failure there is none."""
@@ -578,13 +585,12 @@ class StageRuntime:
         self._unpaced_policy = self.config.policy(name, unpaced, time_s)
         self.policy = self.config.policy(name, switches, time_s)
         # While something is urgent, others go on only for their next chunk.
-        self._tight_policy = self.config.policy(name, switches, time_s, tight=True)
+        self.tight_policy = self.config.policy(name, switches, self._tight_time_s, tight=True)
 
     def _plan(self, now_s: float) -> Plan:
         urgent = self._urgent or self.first_audio_waits()
-        policy = self._tight_policy if urgent else self.policy
-        running, slots = sum(self._by_class[0]), self.info.slots
-        if slots and running > _SLOTS_SHARE * slots and len(self.table) > slots:
+        policy = self.tight_policy if urgent else self.policy
+        if self._crowded():
             policy = self._unpaced_policy
         return plan(
             self._candidates,
@@ -595,6 +601,14 @@ class StageRuntime:
             barge_in_rate=self.barge_in_rate,
             contended=bool(self.table.expecting),
         )
+
+    def _crowded(self) -> bool:
+        """Whether slots or KV are short, if all open sessions had as much as those that run."""
+        running, sessions = sum(self._by_class[0]), len(self.table)
+        slots, (used, total) = self.info.slots, self._kv_blocks
+        if slots and running > CROWDED_SHARE * slots and sessions > slots:
+            return True
+        return used > CROWDED_SHARE * total and sessions * used > total * running > 0
 
     def first_audio_waits(self) -> bool:
         """Whether a session waits for its first audio, in whichever stage. Stages share the

@@ -19,6 +19,10 @@ _WEIGHT = 0.1
 _PAUSE_S = 0.5
 # What a frame and a delivery take while nothing is known.
 _GUESS_S = 0.1
+# Mean deviations by which hardly a delivery is late (as in TCP's time-out, RFC 6298).
+_SPREADS = 4.0
+# A vocoder's audio is shorter than its frames by up to so much of one (Qwen3-Omni's: 555 samples).
+_TRIMMED = 0.5
 
 
 class ChunkPolicy(msgspec.Struct, frozen=True):
@@ -31,8 +35,8 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
             each, so small chunks cost more than they help.
         largest: no chunk is larger: the vocoder's efficient size.
         deliveries: where chunks that users will interrupt are smaller than that, to have less to
-            waste, they last at least this many times as long as a delivery takes: the vocoder
-            repeats its left context for each, and must not be the busier for it.
+            waste, they last at least this many times as long as a late delivery takes: the
+            vocoder repeats its left context for each, and must not be the busier for it.
         margin_s: wall seconds by which a chunk comes before it must.
     """
 
@@ -60,13 +64,15 @@ class ChunkTimes:
     Attributes:
         frame_s: wall seconds between two frames of a request that runs.
         deliver_s: wall seconds from sending a chunk until the client has it.
+        spread_s: how far deliveries are from that, on average.
         rate: seconds of audio that a listener plays in a wall second.
     """
 
-    __slots__ = ("deliver_s", "frame_s", "rate")
+    __slots__ = ("deliver_s", "frame_s", "rate", "spread_s")
 
     def __init__(self) -> None:
         self.frame_s = self.deliver_s = _GUESS_S
+        self.spread_s = 0.0
         self.rate = 1.0
 
     def framed(self, took_s: float) -> None:
@@ -74,16 +80,29 @@ class ChunkTimes:
             self.frame_s += _WEIGHT * (took_s - self.frame_s)
 
     def delivered(self, took_s: float, rate: float) -> None:
+        self.spread_s += _WEIGHT * (abs(took_s - self.deliver_s) - self.spread_s)
         self.deliver_s += _WEIGHT * (took_s - self.deliver_s)
         self.rate += _WEIGHT * (rate - self.rate)
 
-    def lead_s(self, frames: int, policy: ChunkPolicy) -> float:
-        """Wall seconds from making the first of ``frames`` frames until the client has them."""
-        return frames * self.frame_s + self.deliver_s + policy.margin_s
+    @property
+    def late_s(self) -> float:
+        """Hardly a delivery takes longer."""
+        return self.deliver_s + _SPREADS * self.spread_s
+
+    def lead_s(self, frames: int, policy: ChunkPolicy, *, makes_way: bool = False) -> float:
+        """Wall seconds from making the first of ``frames`` frames until the client has them.
+
+        Should somebody ask for a response meanwhile, their first chunk is made and delivered
+        before: time for that is counted too, unless one is waited for already (``makes_way``).
+        """
+        times = 1
+        if not makes_way:
+            frames, times = frames + policy.first, 2
+        return frames * self.frame_s + times * self.late_s + policy.margin_s
 
     def enough(self, policy: ChunkPolicy, frame_audio_s: float) -> int:
         """Frames of the smallest chunk that lasts as long as ``policy.deliveries`` asks for."""
-        frames = math.ceil(policy.deliveries * self.deliver_s * self.rate / frame_audio_s)
+        frames = math.ceil(policy.deliveries * self.late_s * self.rate / frame_audio_s)
         return min(policy.largest, max(policy.small, frames))
 
 
@@ -97,7 +116,7 @@ class ChunkProgress:
         self.total = 0  # frames made
         self.sent = 0  # frames that left
         self._last_frame_s = math.nan
-        self._under_way: list[tuple[float, float]] = []  # (seconds of audio sent in all, when)
+        self._under_way: list[tuple[float, float]] = []  # (audio there with it, when sent)
 
     @property
     def pending(self) -> int:
@@ -114,10 +133,7 @@ class ChunkProgress:
         """Learn from how much of what was sent has been routed."""
         if clock is None:
             return
-        # The client's total is cut to whole milliseconds.
-        there = [
-            since_s for total_s, since_s in self._under_way if clock.routed_s + 0.01 >= total_s
-        ]
+        there = [since_s for total_s, since_s in self._under_way if clock.routed_s >= total_s]
         if there:
             # Seen late if the request did not run meanwhile; the clock knows when it came.
             took_s = min(now_s, max(clock.routed_at_s, there[-1])) - there[-1]
@@ -127,7 +143,7 @@ class ChunkProgress:
     def leave(self, frame_audio_s: float, now_s: float) -> int:
         """All pending frames are sent now; returns how many."""
         count, self.sent = self.pending, self.total
-        self._under_way.append((self.sent * frame_audio_s, now_s))
+        self._under_way.append(((self.sent - _TRIMMED) * frame_audio_s, now_s))
         return count
 
     def least(self, policy: ChunkPolicy) -> int:

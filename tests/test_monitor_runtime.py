@@ -297,6 +297,25 @@ def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
         assert runtime.plan().held == held, slots
 
 
+def test_nobody_is_held_where_held_requests_would_take_the_kv_of_new_users():
+    runtime, scheduler = engine(PACED, clock=lambda: 100.0)
+    scheduler.run = [Request(f"{name}1", 100) for name in "abcd"]
+    send(runtime, [event for name in "abcd" for event in answer_events(name, 100.0, 9.0)])
+    runtime.barge_in_rate = 0.5
+    everybody = {"a1", "b1", "c1", "d1"}
+
+    def held(used: int, promised: int) -> set[str]:
+        scheduler.used, runtime.promised_blocks, runtime.held = used, promised, frozenset()
+        runtime.round()
+        return set(runtime.plan().held)
+
+    assert held(9, 0) == everybody  # nobody else is there to want it
+    send(runtime, [Event(EventKind.OPENED, "e", 100.0, 1.0)], first_seq=16)
+    # a fifth session; five like these four take more than the ten blocks from nine in use on
+    assert held(7, 0) == held(8, 0) == held(3, 5) == everybody
+    assert held(9, 0) == held(3, 6) == set()
+
+
 def test_promised_blocks_are_pressure_and_end_holds():
     """Who holds KV is let finish while nobody is admitted, whatever is still free."""
     config = LiveServeConfig(
@@ -406,7 +425,9 @@ def test_holds_follow_the_measured_chunk_time():
         runtime.chunk_times.delivered(0.5, 1.0)
     send(runtime, answer_events("a", 100.0))
     runtime.plan()
-    assert runtime.policy.p_release_s == pytest.approx(25 * 0.2 + 0.5 + 0.6, rel=0.05)
+    # 25 frames and a delivery, and the same for somebody's first 4
+    assert runtime.policy.p_release_s == pytest.approx(29 * 0.2 + 2 * 0.5 + 0.3, rel=0.02)
+    assert runtime.tight_policy.p_release_s == pytest.approx(25 * 0.2 + 0.5 + 0.3, rel=0.02)
     assert runtime.policy.p_release_s > before
     assert runtime.policy.p_hold_s > runtime.policy.p_release_s
     assert runtime.ranks["a1"].buffer_s == pytest.approx(1.0)  # what was sent, not what was made

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from liveserve.bench.simulator.engines import Engine, Queues, Request
 from liveserve.bench.simulator.kv import CachingPool, Pool
 from liveserve.bench.simulator.model import StageCost
+from liveserve.runtime import CROWDED_SHARE
 from liveserve.scheduler.reserve import Claim, Lengths, may_enter, may_grow
 from liveserve.scheduler.urgency import Urgency
 
@@ -175,8 +176,7 @@ class ArEngine(Engine):
         """Until when the plan stands if nothing happens."""
         runtime, plan = self.runtime, self.plan
         assert runtime is not None
-        used, total = self.pool.used, self.pool.total
-        if used > runtime.policy.kv_high_watermark * total or self._buffers_grow():
+        if self._pressed() or self._buffers_grow():
             self.valid_s = now_s
             return
         valid_s = math.inf
@@ -204,6 +204,26 @@ class ArEngine(Engine):
                 valid_s = min(valid_s, first_s)
         self.valid_s = valid_s - _EARLY_S
 
+    def _round(self, now_s: float) -> None:
+        assert self.runtime is not None
+        self.runtime.promised_blocks = self._promised()
+        super()._round(now_s)
+
+    def _promised(self) -> int:
+        """Blocks that those in the pool are likely to take yet; 0 where too few to matter."""
+        pool = self.pool
+        if not self._reserves or pool.free >= len(self.running) * pool.blocks_for(self._most):
+            return 0
+        holders = (r for r in (*self.running, *self.waiting) if r.entered)
+        return sum(self._claim(r).likely for r in holders)
+
+    def _pressed(self) -> bool:
+        """Whether KV in use or promised counts in plans: then they change with it."""
+        runtime, pool = self.runtime, self.pool
+        assert runtime is not None
+        share = min(CROWDED_SHARE, runtime.policy.kv_high_watermark)
+        return pool.used + runtime.promised_blocks > share * pool.total
+
     def _buffers_grow(self) -> bool:
         return False
 
@@ -222,7 +242,7 @@ class ArEngine(Engine):
             return False
         if ranked.urgency is _U1:
             return True
-        policy = runtime.policy
+        policy = runtime.tight_policy  # holds begin and end earlier with no other
         left_s = request.dry_s - now_s
         return ranked.urgency is _U2 and policy.p_safe_s < left_s <= policy.p_release_s
 
@@ -369,7 +389,10 @@ class ArEngine(Engine):
             self.running
         ):
             return False  # look closely, in `_make_room`
-        return self.pool.grow(request, now_s)
+        grown = self.pool.grow(request, now_s)
+        if self.runtime is not None and not self.dirty:
+            self.dirty = self._pressed()
+        return grown
 
     def _make_room(
         self, running: list[Request], held: frozenset[str], now_s: float

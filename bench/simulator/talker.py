@@ -58,7 +58,7 @@ class Talker(ArEngine):
     def _sized(self) -> ChunkPolicy:
         runtime = self.runtime
         assert runtime is not None
-        reads = (runtime.barge_in_rate, self._times.deliver_s)
+        reads = (runtime.barge_in_rate, self._times.late_s)
         if reads != self._policy_of:
             self._policy_of = reads
             self._policy = runtime.sized(self._sizes)
@@ -85,19 +85,18 @@ class Talker(ArEngine):
             rows.append((request.progress, self._clock_of(request)))
         after_s: list[float] = []
         self._before = ([(p, p.total) for p, _ in rows], after_s)
-        policy = self._policy
+        for progress, clock in rows:
+            if clock is not None and clock.routed_s > 0.0:
+                progress.observe(clock, ends_s[0])
+        policy = self._sized()
         for steps, at_s in enumerate(ends_s, start=1):
-            stop = False
-            for progress, clock in rows:
+            for progress, _ in rows:
                 progress.made(at_s)
-                if steps == 1:
-                    if clock is not None and clock.routed_s > 0.0:
-                        progress.observe(clock, at_s)
-                    policy = self._sized()
-                if progress.pending >= progress.least(policy) and progress.is_due(
-                    policy, clock, frame_s, at_s
-                ):
-                    stop = True
+            stop = any(
+                progress.pending >= progress.least(policy)
+                and progress.is_due(policy, clock, frame_s, at_s)
+                for progress, clock in rows
+            )
             after_s.append(times.frame_s)
             # A plan would follow the measured chunk time: make one if that changes it.
             if stop or runtime.chunk_time_moved():
