@@ -15,10 +15,9 @@ settings.register_profile(
 settings.load_profile("default")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long modules first, so that several workers end at about the same time; last of all those
-    that share a server, so that it does not run beside others, and the one that kills it."""
-    items.sort(key=lambda item: "host" not in item.keywords)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Last come those that share a server, so that it runs beside no others; then the one that
+    kills it."""
     items.sort(key=lambda item: "live_server" in getattr(item, "fixturenames", ()))
     items.sort(key=lambda item: "kills_server" in item.keywords)
 
