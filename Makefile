@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH_INDEX ?=
+# Processes that run tests at a time.
+JOBS ?= 2
+PARALLEL := $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-fast lint env lock clean
@@ -13,12 +16,13 @@ PIP_FLAGS := --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $
 demo: env
 	$(BIN)/liveserve demo
 
+# Several modules at a time; then one by one what depends on real time. Both parts run, whatever fails.
 test: env lint
-	$(BIN)/pytest -q
+	$(PARALLEL) -m "not alone"; first=$$?; $(BIN)/pytest -q -m alone && exit $$first
 
-# Everything that starts no server.
+# Everything that runs none of the host's engines.
 test-fast: env
-	$(BIN)/pytest -q -m "not host"
+	$(PARALLEL) -m "not host"
 
 lint: env
 	$(BIN)/ruff check .

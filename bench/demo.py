@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import shlex
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ensure_tiny_model(folder: Path, console: Console | None = None) -> None:
-    """Write the tiny model into ``folder`` unless it is there."""
+    """Write the tiny model into ``folder`` unless it is there; several processes may at once."""
     from liveserve.host.cpu.tiny_model import write_tiny_model
 
-    if not (folder / "config.json").exists():
-        if console:
-            console.print(f"writing a tiny random Qwen3-Omni to {folder}")
-        write_tiny_model(folder)
+    if (folder / "config.json").exists():
+        return
+    if console:
+        console.print(f"writing a tiny random Qwen3-Omni to {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as own:
+        made = write_tiny_model(Path(own) / folder.name)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not (folder / "config.json").exists():  # else another process was quicker
+                raise
 
 
 def _spinner(console: Console) -> Progress:

@@ -1,21 +1,29 @@
-"""A duplex client for tests: every wire event by hand, nothing hidden."""
+"""A duplex client for tests: every wire event by hand, nothing hidden; and a server for it."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
+import hashlib
 import json
 import time
 import wave
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import yaml
+
+from liveserve.bench.demo import ensure_tiny_model
+from liveserve.bench.launch import Server, running_server
+from liveserve.host.cpu.deploy import deploy_path
+from liveserve.host.cpu.record import RECORD_ENV
 
 SPEECH = Path(__file__).resolve().parents[1] / "bench" / "assets"
 MODEL = Path(__file__).resolve().parents[1] / ".cache" / "tiny-model"
+MAX_SESSIONS = 3  # of the server that tests share
 SAMPLE_RATE_HZ = 16_000
 SILENCE = b"\0" * (2 * SAMPLE_RATE_HZ)  # one second
 
@@ -131,8 +139,48 @@ async def connect(url: str, *, close: bool = True, **session: Any) -> AsyncItera
                 duplex.reader.cancel()
 
 
-async def warm_up(url: str) -> None:
-    """The first answer of a server is slow: nothing is measured on it."""
+async def turn(session: Duplex, name: str, tokens: int) -> tuple[str, str]:
+    """One turn of a session without VAD: its client ends it itself, and hears the answer to its
+    end. Returns (text, digest of the audio)."""
+    mark = session.mark
+    await session.send("session.update", session={"max_output_tokens": tokens})
+    data = base64.b64encode(speech(name)).decode()
+    await session.send("input_audio_buffer.append", audio=data)
+    await session.send("input_audio_buffer.commit", final=True, create_response=True)
+    done = await session.wait("response.done", "error", after=mark)
+    assert done["type"] == "response.done", done
+    deltas = session.of_type("response.output_audio.delta", after=mark)
+    audio = b"".join(base64.b64decode(delta["delta"]) for delta in deltas)
+    assert audio, done
+    played_ms = int(1e3 * len(audio) / 2 / 24_000)
+    response_id = deltas[0]["response_id"]
+    await session.send("playback.ack", played_ms=played_ms, response_id=response_id)
+    heard = await session.wait("playback.acknowledged", "error", after=mark)
+    assert heard["type"] == "playback.acknowledged", heard
+    texts = session.of_type("response.output_audio_transcript.delta", after=mark)
+    return "".join(delta["delta"] for delta in texts), hashlib.sha256(audio).hexdigest()
+
+
+@contextlib.contextmanager
+def live_server(folder: Path) -> Iterator[Server]:
+    """LiveServe as it comes, but for few sessions, and a short grace for clients that vanish.
+
+    What its engines compute is recorded in ``folder / "record"``. It has answered once: a server's
+    first answer is slow.
+    """
+    ensure_tiny_model(MODEL)
+    path = deploy_path("duplex", max_sessions=MAX_SESSIONS, folder=folder)
+    deploy = yaml.safe_load(path.read_text())
+    deploy["duplex_session"] |= {"disconnect_grace_s": 1.0, "reaper_interval_s": 0.25}
+    path.write_text(yaml.safe_dump(deploy))
+    flags = ["--deploy-config", str(path), "--fast-codes"]
+    env = {RECORD_ENV: str(folder / "record")}
+    with running_server(MODEL, folder / "server.log", flags=flags, env=env) as server:
+        asyncio.run(_answer_once(server.url))
+        yield server
+
+
+async def _answer_once(url: str) -> None:
     async with connect(url) as session:
         await session.answer(tokens=4)
         await session.wait("response.done")

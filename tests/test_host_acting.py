@@ -17,7 +17,7 @@ from liveserve.config import LiveServeConfig, StageConfig, export
 from liveserve.events import Batch, Event, EventKind, PressureSnapshot, decode_reply, encode
 from liveserve.host.engine import METHOD
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.alone]
 
 
 def scenarios(folder: Path) -> dict[str, Any]:

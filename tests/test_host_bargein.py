@@ -9,14 +9,9 @@ import time
 
 import pytest
 
-from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import running_server
-from liveserve.host.cpu.deploy import deploy_path
-from liveserve.host.cpu.record import RECORD_ENV
+from duplex import SAMPLE_RATE_HZ, SILENCE, Duplex, connect, get, speech
 
-from duplex import MODEL, SAMPLE_RATE_HZ, SILENCE, Duplex, connect, get, speech, warm_up
-
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.alone]
 
 STAGES = ["thinker", "talker", "code2wav"]
 BLIP = speech("wait")[: 2 * SAMPLE_RATE_HZ * 15 // 100]  # 150 ms: the VAD's start, not a word
@@ -24,15 +19,8 @@ FRAME_S = 0.08
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bargein")
-    ensure_tiny_model(MODEL)
-    deploy = deploy_path("duplex", max_sessions=3, folder=folder)
-    flags = ["--deploy-config", str(deploy), "--fast-codes"]
-    env = {RECORD_ENV: str(folder / "record")}
-    with running_server(MODEL, folder / "server.log", flags=flags, env=env) as running:
-        asyncio.run(warm_up(running.url))
-        yield running
+def server(live_server):
+    return live_server
 
 
 async def totals(url: str) -> dict:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -850,7 +852,18 @@ def test_on_a_mismatch_the_host_stays_stock_and_one_line_says_why(tmp_path):
 
 
 def plugin(folder: Path) -> dict[str, Any]:
-    """``vllm serve``'s own parser, with the plugin's flags."""
+    """``vllm serve``'s own parser, on and off. Importing it takes long, a fork does not."""
+    import vllm.engine.arg_utils  # noqa: F401
+
+    found = {}
+    for switch in ("on", "off"):
+        with multiprocessing.get_context("fork").Pool(1) as child:
+            found[switch] = child.apply(parsed_flags, (folder, switch))
+    return found
+
+
+def parsed_flags(folder: Path, switch: str) -> dict[str, Any]:
+    os.environ["LIVESERVE"] = switch
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -875,9 +888,14 @@ def plugin(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def parsers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return tiny_text.findings(plugin, tmp_path_factory.mktemp("model"))
+
+
 @pytest.mark.parametrize("switch", ["on", "off"])
-def test_vllm_serve_has_the_flags(tmp_path, switch):
-    found = tiny_text.findings(plugin, tmp_path, LIVESERVE=switch)
+def test_vllm_serve_has_the_flags(parsers, switch):
+    found = parsers[switch]
     assert found["stock"]
     assert (found["connector"], found["role"]) == ("liveserve", "kv_producer")
     assert found["extra"]["dram_bytes"] == GIB // 2

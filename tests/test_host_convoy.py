@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from liveserve.host import kv_flags
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.alone]
 
 BLOCK, PREFIX, REQUESTS = 32, 10_240, 50
 

@@ -177,7 +177,6 @@ def test_it_tells_who_was_evicted_and_who_has_what(same):
 
 def choice(folder: Path) -> dict[str, Any]:
     """Session a is read first and its user speaks again; b's answer, read later, plays on."""
-    tiny_text.write_model(folder)
     driver = make(folder, tiny_text.OURS, policy="next-use")
     link, kv = tiny_text.Link(driver.core), driver.scheduler.liveserve.kv
     link.tell()
@@ -211,8 +210,26 @@ def choice(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_next_use_keeps_the_session_that_is_needed_and_lru_the_other(tmp_path):
-    found = tiny_text.findings(choice, tmp_path)
+def without_caching(folder: Path) -> list[Any]:
+    llm = tiny_text.make(folder, tiny_text.OURS, enable_prefix_caching=False)
+    core = tiny_text.core_of(llm)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    reply = tiny_text.Link(core).tell(detail=True)
+    return [type(pool).__name__, type(pool.free_block_queue).__name__, reply.snapshot.kv]
+
+
+def scenarios(folder: Path) -> dict[str, Any]:
+    tiny_text.write_model(folder)
+    return {"choice": choice(folder), "without caching": without_caching(folder)}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    return tiny_text.findings(scenarios, tmp_path_factory.mktemp("scenes"))
+
+
+def test_next_use_keeps_the_session_that_is_needed_and_lru_the_other(scenes):
+    found = scenes["choice"]
     everything = 6 * BLOCK
     assert found["on"][0] == everything
     assert found["off"][0] < everything
@@ -222,18 +239,8 @@ def test_next_use_keeps_the_session_that_is_needed_and_lru_the_other(tmp_path):
     assert found["whole"]
 
 
-def without_caching(folder: Path) -> list[Any]:
-    tiny_text.write_model(folder, weights=True)
-    llm = tiny_text.make(folder, tiny_text.OURS, enable_prefix_caching=False)
-    core = tiny_text.core_of(llm)
-    pool = core.scheduler.kv_cache_manager.block_pool
-    reply = tiny_text.Link(core).tell(detail=True)
-    return [type(pool).__name__, type(pool.free_block_queue).__name__, reply.snapshot.kv]
-
-
-def test_without_prefix_caching_the_host_stays_as_it_is(tmp_path):
-    found = tiny_text.findings(without_caching, tmp_path)
-    assert found == ["BlockPool", "FreeKVCacheBlockQueue", None]
+def test_without_prefix_caching_the_host_stays_as_it_is(scenes):
+    assert scenes["without caching"] == ["BlockPool", "FreeKVCacheBlockQueue", None]
 
 
 def test_the_endpoint_of_a_live_server(tmp_path):

@@ -1,15 +1,13 @@
-"""The KV tier in the real omni pipeline: six conversations, KV memory for two, nothing changes.
+"""The KV tier in the real omni pipeline: four conversations, KV memory for two, nothing changes.
 
-Both servers keep six turns in a prompt; one has no prefix cache at all, as the host comes, the
-other the tier. The sessions take turns, so that an LRU cache would have lost each of them before it
-speaks again.
+Both servers keep five turns in a prompt, one more than the host by itself; one has no prefix cache
+at all, as the host comes, the other the tier. The sessions take turns, so that an LRU cache would
+have lost each of them before it speaks again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -27,16 +25,18 @@ from liveserve.bench.prefill import Reading, prefill_metrics, read_thinker
 from liveserve.bench.workload import instructions_text
 from liveserve.host.cpu.record import RECORD_ENV
 
-from duplex import Duplex, connect, get, speech
+from duplex import connect, get, turn
 
-pytestmark = pytest.mark.host
+# Alone: where the orchestrator's loop gets no processor for a second, the host ends a request whose
+# audio is done although its text is still to be read, and drops it.
+pytestmark = [pytest.mark.host, pytest.mark.alone]
 
 MODEL = Path(__file__).resolve().parents[1] / ".cache" / "tiny-model"
-SESSIONS, TURNS, ANSWER_TOKENS = 6, 6, 3
+SESSIONS, TURNS, ANSWER_TOKENS = 4, 5, 3
 # The tiny model has a token per character. With so many no block that is found again holds tokens
 # of an answer: those were computed one at a time, which may round otherwise than a prefill.
 INSTRUCTIONS_TOKENS = 264
-SESSION_TOKENS = 544
+SESSION_TOKENS = 480
 BLOCK_TOKENS, BYTES_PER_TOKEN = 32, 4096
 # The longest first: the host pads a prompt's audio to its longest, and with another padding its
 # encoder's rows are not the same to the bit. Stock's own would change from one turn to the next.
@@ -72,26 +72,6 @@ class Outcome:
     kv_after: dict[str, Any] = field(default_factory=dict)
 
 
-async def turn(session: Duplex, number: int) -> tuple[str, str]:
-    """One turn that the client ends itself, heard to its end: (text, digest of the audio)."""
-    mark = session.mark
-    await session.send("session.update", session={"max_output_tokens": ANSWER_TOKENS})
-    data = base64.b64encode(speech(NAMES[number % len(NAMES)])).decode()
-    await session.send("input_audio_buffer.append", audio=data)
-    await session.send("input_audio_buffer.commit", final=True, create_response=True)
-    done = await session.wait("response.done", "error", after=mark)
-    assert done["type"] == "response.done", done
-    deltas = session.of_type("response.output_audio.delta", after=mark)
-    audio = b"".join(base64.b64decode(delta["delta"]) for delta in deltas)
-    assert audio, done
-    played_ms = int(1e3 * len(audio) / 2 / 24_000)
-    response_id = deltas[0]["response_id"]
-    await session.send("playback.ack", played_ms=played_ms, response_id=response_id)
-    await session.wait("playback.acknowledged", after=mark)
-    texts = session.of_type("response.output_audio_transcript.delta", after=mark)
-    return "".join(delta["delta"] for delta in texts), hashlib.sha256(audio).hexdigest()
-
-
 async def converse(url: str, turns: int, *, together: bool) -> dict[tuple[int, int], tuple]:
     """Every session's turns, by (session, turn): round by round, one at a time or all at once."""
     found: dict[tuple[int, int], tuple] = {}
@@ -107,10 +87,13 @@ async def converse(url: str, turns: int, *, together: bool) -> dict[tuple[int, i
             for index in range(SESSIONS)
         ]
         for number in range(turns):
+            name = NAMES[number % len(NAMES)]
             if together:
-                made = await asyncio.gather(*(turn(session, number) for session in sessions))
+                made = await asyncio.gather(
+                    *(turn(session, name, ANSWER_TOKENS) for session in sessions)
+                )
             else:
-                made = [await turn(session, number) for session in sessions]
+                made = [await turn(session, name, ANSWER_TOKENS) for session in sessions]
             found |= {(index, number): result for index, result in enumerate(made)}
     return found
 
@@ -158,7 +141,7 @@ def outcomes(tmp_path_factory) -> dict[str, Outcome]:
 
 
 def test_the_runs_are_what_they_are_meant_to_be(outcomes):
-    """All six turns are in the last prompts, and six sessions are three times the KV memory."""
+    """All five turns are in the last prompts, and four sessions are twice the KV memory."""
     for outcome in outcomes.values():
         assert len(outcome.readings) == SESSIONS * TURNS
         assert [len(ids) for ids in outcome.text_ids] == [ANSWER_TOKENS] * SESSIONS * TURNS
@@ -169,7 +152,7 @@ def test_the_runs_are_what_they_are_meant_to_be(outcomes):
         assert all(min(b) - max(a) > 20 for a, b in pairwise(by_turn))
         blocks = [(p // BLOCK_TOKENS, (p + ANSWER_TOKENS - 1) // BLOCK_TOKENS) for p in prompts]
         assert all(before == after for before, after in blocks)
-        assert sum(by_turn[-1]) > 2.5 * 2 * SESSION_TOKENS
+        assert sum(by_turn[-1]) > 1.8 * 2 * SESSION_TOKENS
     assert all(r.cached == 0 for r in outcomes["stock"].readings)
 
 

@@ -11,40 +11,19 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import yaml
 
-from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import running_server
-from liveserve.host.cpu.deploy import deploy_path
-from liveserve.host.cpu.record import RECORD_ENV
 from liveserve.profile import TO_AUDIO, TO_TEXT
 
-from duplex import MODEL, SILENCE, Duplex, connect, get, post, speech, warm_up
+from duplex import MAX_SESSIONS, SILENCE, Duplex, connect, get, post, speech
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.alone]
 
-MAX_SESSIONS = 3
 STAGES = ["thinker", "talker", "code2wav"]
 
 
-def deploy_file(folder: Path) -> Path:
-    """Few sessions, and a short grace for clients that vanish."""
-    path = deploy_path("duplex", max_sessions=MAX_SESSIONS, folder=folder)
-    deploy = yaml.safe_load(path.read_text())
-    deploy["duplex_session"] |= {"disconnect_grace_s": 1.0, "reaper_interval_s": 0.25}
-    path.write_text(yaml.safe_dump(deploy))
-    return path
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("live")
-    ensure_tiny_model(MODEL)
-    flags = ["--deploy-config", str(deploy_file(folder)), "--fast-codes"]
-    env = {RECORD_ENV: str(folder / "record")}
-    with running_server(MODEL, folder / "server.log", flags=flags, env=env) as running:
-        asyncio.run(warm_up(running.url))
-        yield running
+def server(live_server):
+    return live_server
 
 
 async def engines(url: str) -> dict[str, dict]:
@@ -94,10 +73,10 @@ async def test_every_stage_runs_our_scheduler_and_answers(server):
 async def test_the_parts_of_a_turn_add_up_to_what_the_client_sees(server):
     """Split by marks of four processes, summed, and compared with the client's own clock."""
     async with connect(server.url) as session:
-        for _ in range(3):
+        for _ in range(2):
             await post(server.url, "/liveserve/profile", seconds=60)
             mark = session.mark
-            await session.send("session.update", session={"max_output_tokens": 12})
+            await session.send("session.update", session={"max_output_tokens": 8})
             saying = asyncio.ensure_future(session.say(speech()))
             seen_s = {}
             for kind in ("input_audio_buffer.speech_stopped", "response.output_audio.delta"):
@@ -111,7 +90,7 @@ async def test_the_parts_of_a_turn_add_up_to_what_the_client_sees(server):
     async def all_turns():
         report = await post(server.url, "/liveserve/profile", seconds=60)
         mine = [turn for turn in report["turns"] if turn["session_id"] == session.session_id]
-        return mine if len(mine) == 3 else None
+        return mine if len(mine) == 2 else None
 
     turns = await eventually(all_turns)
     assert turns
@@ -129,7 +108,7 @@ async def test_the_parts_of_a_turn_add_up_to_what_the_client_sees(server):
 
 async def test_an_ack_reaches_every_engine_within_100_ms(server):
     async with connect(server.url) as session:
-        response_id, mark = await session.answer(tokens=24)
+        response_id, mark = await session.answer(tokens=16)
         await session.wait("response.done", after=mark)
         await asyncio.sleep(0.3)  # idle
         took = []
@@ -181,9 +160,9 @@ def prompt_lengths(server) -> list[int]:
 
 
 async def second_prompt(server, heard_ms: int | None) -> int:
-    """Tokens of the prompt that follows an answer of 20 s, of which ``heard_ms`` were heard."""
+    """Tokens of the prompt that follows an answer of 12.8 s, of which ``heard_ms`` were heard."""
     async with connect(server.url) as session:
-        response_id, mark = await session.answer(tokens=64)
+        response_id, mark = await session.answer(tokens=40)
         if heard_ms is None:
             await session.wait("response.done", after=mark)
             heard_ms = int(1e3 * session.audio_s(response_id))
@@ -199,16 +178,16 @@ async def second_prompt(server, heard_ms: int | None) -> int:
 
 async def test_the_history_keeps_what_was_heard(server):
     whole = await second_prompt(server, None)
-    part = await second_prompt(server, 5_000)
+    part = await second_prompt(server, 3_200)
     nothing = await second_prompt(server, 0)
-    assert whole - nothing >= 60  # a token of the answer's text is a token of the prompt
-    assert (part - nothing) / (whole - nothing) == pytest.approx(5 / 20.4, abs=0.06)
+    assert whole - nothing >= 37  # a token of the answer's text is a token of the prompt
+    assert (part - nothing) / (whole - nothing) == pytest.approx(3.2 / 12.8, abs=0.1)
 
 
 async def test_requests_are_classed_while_an_answer_is_made(server):
     """U1 before the first packet; afterwards P is the stage's lead over the listener."""
     async with connect(server.url) as session:
-        await session.send("session.update", session={"max_output_tokens": 96})
+        await session.send("session.update", session={"max_output_tokens": 48})
         speaking = asyncio.ensure_future(session.say(speech("story")))
         seen: dict[str, set[str]] = {stage: set() for stage in STAGES}
         leads: list[float] = []
@@ -234,7 +213,7 @@ async def test_chat_with_audio_is_a_session_by_the_wall_clock(server):
         "messages": [{"role": "user", "content": "Tell me a story"}],
         "modalities": ["text", "audio"],
         "stream": True,
-        "max_tokens": 24,
+        "max_tokens": 12,
     }
     async with aiohttp.ClientSession() as http:
         async with http.post(server.url + "/v1/chat/completions", json=body) as response:
@@ -471,9 +450,10 @@ async def test_the_openai_client_drives_a_conversation(server):
     assert heard > 24_000  # half a second of 16-bit 24 kHz
 
 
-# ---- last: the server of this module dies ------------------------------------------------------
+# ---- last: the server dies ---------------------------------------------------------------------
 
 
+@pytest.mark.kills_server
 async def test_a_killed_server_leaves_no_process_behind(server):
     pids = server.pids()
     assert len(pids) >= 4

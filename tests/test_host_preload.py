@@ -22,7 +22,7 @@ from liveserve.config import Switches
 from liveserve.events import Event, EventKind, Prefetch
 from liveserve.kernels.base import Direction
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.alone]
 
 BLOCK_BYTES = 65536
 SLOW_GBPS = BLOCK_BYTES / 0.03 / 1e9  # 30 ms a block

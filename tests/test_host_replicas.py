@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm_omni")
 
-from test_host_kv_tier import MODEL, turn
+from test_host_kv_tier import ANSWER_TOKENS, MODEL, NAMES
 
 from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import running_server
@@ -27,7 +27,7 @@ from liveserve.host.seam import SeamError
 from liveserve.host.sessions import warmup_id
 from liveserve.plane import InteractionPlane
 
-from duplex import connect, get
+from duplex import connect, get, turn
 
 pytestmark = pytest.mark.host
 
@@ -260,9 +260,9 @@ async def talk(url: str) -> Talk:
             )
             for index in range(2)
         ]
-        for number, order in enumerate(ORDERS):
+        for number, (order, name) in enumerate(zip(ORDERS, NAMES, strict=True)):
             for index in order:
-                found.text[index, number], _ = await turn(sessions[index], number)
+                found.text[index, number], _ = await turn(sessions[index], name, ANSWER_TOKENS)
                 rows = await thinkers(url)
                 session_id = sessions[index].session_id
                 have = {

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from liveserve.bench.demo import ensure_tiny_model
 from liveserve.bench.launch import free_port
 from liveserve.events import Event, EventKind, PressureSnapshot
 from liveserve.host import seam, versions
@@ -169,3 +170,31 @@ def test_a_port_in_use_is_not_free(monkeypatch):
         drawn = iter([port - 10_000, port - 10_000, 123])
         monkeypatch.setattr("liveserve.bench.launch.secrets.randbelow", lambda _n: next(drawn))
         assert free_port() == 10_123
+
+
+def test_two_that_need_a_model_at_once_get_one_and_a_failure_leaves_none(tmp_path, monkeypatch):
+    folder, writers = tmp_path / "cache" / "model", []
+
+    def write(path):
+        writers.append(len(writers))
+        mine = writers[-1]
+        if mine == 0:
+            raise OSError("disk full")
+        if mine == 1:
+            ensure_tiny_model(folder)  # somebody else is quicker
+        path.mkdir()
+        (path / "config.json").write_text(f"{mine}")
+        return path
+
+    monkeypatch.setattr("liveserve.host.cpu.tiny_model.write_tiny_model", write)
+    with pytest.raises(OSError, match="disk full"):
+        ensure_tiny_model(folder)
+    assert not list(folder.parent.iterdir())
+    for _ in range(2):
+        ensure_tiny_model(folder)
+    assert writers == [0, 1, 2]
+    assert (folder / "config.json").read_text() == "2"
+    assert list(folder.parent.iterdir()) == [folder]
+    (folder / "config.json").rename(folder / "half")
+    with pytest.raises(OSError, match="not empty"):
+        ensure_tiny_model(folder)
