@@ -123,7 +123,8 @@ class SessionIndex:
             if group is None:
                 loose.append(run)
                 continue
-            private = not group.shared and (not group.users or user in group.users)
+            known = group.shared and not group.released
+            private = not known and (not group.users or user in group.users)
             if len(run) == group.size and not (private and own is not None):
                 self._join(group, user)
                 own = group if private else own
@@ -311,7 +312,8 @@ class SessionIndex:
         if user in group.users:
             return
         group.users[user] = None
-        group.released = False
+        if group.released:  # who shared it before is forgotten
+            group.released = group.shared = False
         if len(group.users) == 2:
             group.shared = True
             self._list_readers(group)

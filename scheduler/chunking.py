@@ -35,8 +35,8 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
             each, so small chunks cost more than they help.
         largest: no chunk is larger: the vocoder's efficient size.
         deliveries: where chunks that users will interrupt are smaller than that, to have less to
-            waste, they last at least this many times as long as a late delivery takes: the
-            vocoder repeats its left context for each, and must not be the busier for it.
+            waste, they last at least this many times as long as a delivery takes: the vocoder
+            repeats its left context for each, and must not be the busier for it.
         margin_s: wall seconds by which a chunk comes before it must.
     """
 
@@ -44,7 +44,7 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
     smallest: int = 6
     small: int = 10
     largest: int = 25
-    deliveries: float = 8.0
+    deliveries: float = 24.0
     margin_s: float = 0.3
 
     def within(self, first: int, largest: int) -> ChunkPolicy:
@@ -102,7 +102,7 @@ class ChunkTimes:
 
     def enough(self, policy: ChunkPolicy, frame_audio_s: float) -> int:
         """Frames of the smallest chunk that lasts as long as ``policy.deliveries`` asks for."""
-        frames = math.ceil(policy.deliveries * self.late_s * self.rate / frame_audio_s)
+        frames = math.ceil(policy.deliveries * self.deliver_s * self.rate / frame_audio_s)
         return min(policy.largest, max(policy.small, frames))
 
 

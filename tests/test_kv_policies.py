@@ -398,6 +398,19 @@ def test_nested_prefixes_with_one_earliest_reader_go_deepest_first():
         assert policy.evict(3, 1.0) == [2, 1, 0]
 
 
+def test_a_history_that_was_lost_and_read_again_is_its_sessions_own():
+    """Found by the machine above: its end made it one that others may still ask for."""
+    machine = NextUseMachine()
+    machine.start()
+    for over in (False, True):
+        machine.use(session=0, prefix_of=0, keep=0, fresh=[0], by_known=True)
+        machine.ends(session=0, over=over)
+        machine.books_agree()
+    machine.free(blocks=[0], blank=False)
+    machine.books_agree()
+    assert not machine.policy._recency
+
+
 def test_a_prefix_that_was_shared_outlives_its_readers_as_recency_has_it():
     estimator = NextUse()
     policy = NextUsePolicy(16, estimator)

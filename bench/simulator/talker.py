@@ -58,7 +58,7 @@ class Talker(ArEngine):
     def _sized(self) -> ChunkPolicy:
         runtime = self.runtime
         assert runtime is not None
-        reads = (runtime.barge_in_rate, self._times.late_s)
+        reads = (runtime.barge_in_rate, self._times.deliver_s)
         if reads != self._policy_of:
             self._policy_of = reads
             self._policy = runtime.sized(self._sizes)
