@@ -110,10 +110,10 @@ _EASY = {
         0.5,
         turns=2,
         answer_seconds=(12.0,),
-        slow_motion=3.0,
+        slow_motion=2.0,
         barge_in_between=(0.1, 0.5),
     ),
-    "light": _case(2, 0.0, turns=8, answer_seconds=(2.5, 3.0), slow_motion=1.0),
+    "light": _case(2, 0.0, turns=4, answer_seconds=(2.5, 3.0), slow_motion=2.0),
 }
 
 # Conversations that remember all of their turns, in a thinker whose KV cache holds two of the six.
@@ -433,9 +433,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _in_the_regime(server: Server, case: SessionsConfig) -> SessionsConfig:
-    """``case`` in the slow motion that `regime_slow_motion` says, from one answer of each user."""
+    """``case`` in the slow motion that `regime_slow_motion` says, from an answer of half the users:
+    about as many are answered at a time as later, when they do not all begin together.
+    """
     probe = replace(case, url=server.url, model=server.name, turns=1, p_barge_in=0.0)
-    probe = replace(probe, answer_seconds=case.answer_seconds[:1])
+    probe = replace(
+        probe, sessions=max(1, case.sessions // 2), answer_seconds=case.answer_seconds[:1]
+    )
     rtf = asyncio.run(run_sessions(probe)).metrics["rtf_p50"]
     if rtf is None:  # it answers nobody, as the run will show
         return case
