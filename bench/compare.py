@@ -96,9 +96,10 @@ _ABLATION = (
     *(live_arm(f"without {name}", **{name: False}) for name in _SWITCHES),
 )
 
-# Stock's RTF under load in the paper's regime. Where it is much larger nothing is ahead of its
+# Stock's RTF in the paper's regime (0.1 to 0.3), as `_in_the_regime` measures it; under the load
+# itself it is larger by a third to a half. Where it is much larger nothing is ahead of its
 # listener, and there is nothing to reorder; where it is much smaller nobody waits.
-_REGIME_RTF = 0.2
+_REGIME_RTF = 0.15
 _SLOWEST_MOTION = 5.0
 # As many users as make stock's queues long. Their slow motion is found before the run, since the
 # same machine can be twice as fast an hour later.

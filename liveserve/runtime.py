@@ -62,6 +62,9 @@ _BARGE_IN_PRIOR = 0.1
 # nobody is held while more than this share is taken: those held must have time to end before the
 # rest is.
 CROWDED_SHARE = 0.75
+# Shares of a frame's length that making one takes, from which on a stage counts as saturated, and
+# below which it no longer does. What a saturated one puts off will be urgent when others come.
+_SATURATED, _RELAXED = 0.3, 0.2
 # Rows of requests and of sessions in a detailed reply.
 MAX_ROWS = 512
 
@@ -176,6 +179,7 @@ class StageRuntime:
         self.unheard_blocks = 0
         self._chunk_time_s: float | None = None
         self._tight_time_s: float | None = None
+        self._saturated = False
         self._chunk_frames = config.chunks.largest  # frames for which a held request is let go on
         self._set_policy()
         self._queues = queues
@@ -301,9 +305,12 @@ class StageRuntime:
         return policy
 
     def chunk_time_moved(self) -> bool:
-        """Whether the measured chunk time is a tenth off the one that the bounds of holds have."""
+        """Whether the measured chunk time is a tenth off the one that the bounds of holds have, or
+        the stage is saturated now, or no longer."""
         if not self.sent_s or not self.switches.chunking:
             return False
+        if self._is_saturated() is not self._saturated:
+            return True
         known_s = self._chunk_time_s
         return known_s is None or abs(self._measured_chunk_s() - known_s) > 0.1 * known_s
 
@@ -534,12 +541,16 @@ class StageRuntime:
         if self.chunk_time_moved():
             self._chunk_time_s = self._measured_chunk_s()
             self._tight_time_s = self._measured_chunk_s(makes_way=True)
+            self._saturated = self._is_saturated()
             self._set_policy()
 
+    def _is_saturated(self) -> bool:
+        times, frame_audio_s = self.chunk_times, self.info.token_s or math.inf
+        bound = _RELAXED if self._saturated else _SATURATED
+        return times.frame_s * times.rate > bound * frame_audio_s
+
     def _measured_chunk_s(self, *, makes_way: bool = False) -> float:
-        return self.chunk_times.lead_s(
-            self._chunk_frames, self.config.chunks, makes_way=makes_way
-        )
+        return self.chunk_times.lead_s(self._chunk_frames, self.config.chunks, makes_way=makes_way)
 
     def preload(self, act: Callable[[KvPreload], object]) -> None:
         """``act`` on what decides on preloads, if there is any; after a failure there is none."""
@@ -583,7 +594,8 @@ class StageRuntime:
         if not self.info.may_hold or (self.info.token_s and not switches.chunking):
             switches = unpaced
         self._unpaced_policy = self.config.policy(name, unpaced, time_s)
-        self.policy = self.config.policy(name, switches, time_s)
+        # A saturated stage puts nothing off but for somebody who waits.
+        self.policy = self.config.policy(name, unpaced if self._saturated else switches, time_s)
         # While something is urgent, others go on only for their next chunk.
         self.tight_policy = self.config.policy(name, switches, self._tight_time_s, tight=True)
 

@@ -83,7 +83,7 @@ def test_loss_at_low_load_is_that_of_the_metric_with_the_worst_median():
 
 
 def test_slow_motion_puts_stock_in_the_papers_regime():
-    assert regime_slow_motion(0.2, 2.0) == 2.0
+    assert regime_slow_motion(0.15, 2.0) == 2.0
     # measured on one machine, in a fast and in a slow hour: RTF 0.215 at K = 2 and 0.106 at K = 3
     assert regime_slow_motion(0.106, 3.0) == pytest.approx(regime_slow_motion(0.215, 2.0), abs=0.2)
     assert regime_slow_motion(0.01, 2.0) == 1.0

@@ -433,6 +433,28 @@ def test_holds_follow_the_measured_chunk_time():
     assert runtime.ranks["a1"].buffer_s == pytest.approx(1.0)  # what was sent, not what was made
 
 
+def test_a_saturated_stage_holds_only_for_those_who_wait():
+    runtime, scheduler = engine(clock=lambda: 100.0)
+    scheduler.run = [Request("a1", 500)]
+    runtime.sent_s["a1"] = 40.0
+    runtime.barge_in_rate = 0.5
+    send(runtime, answer_events("a", 100.0, 40.0))
+    held = []
+    for frame_s in (0.01, 0.02, 0.03, 0.02, 0.01):  # of 0.08
+        for _ in range(100):
+            runtime.chunk_times.framed(frame_s)
+        runtime.round()
+        runtime.held = frozenset()
+        held.append(bool(runtime.plan().held))
+        assert runtime.tight_policy.pace
+    assert held == [True, True, False, False, True]  # it ends at less than it begins at
+    for _ in range(100):
+        runtime.chunk_times.framed(0.03)
+    send(runtime, [Event(EventKind.COMMITTED, "b", 100.0)], first_seq=4)
+    runtime.round()
+    assert runtime.plan().held == {"a1"}
+
+
 def test_without_views_the_order_is_the_hosts():
     runtime, scheduler = engine(PACED, clock=lambda: 100.0)
     names = [f"{name}1" for name in "qcxaz"]
