@@ -439,10 +439,10 @@ def _in_the_regime(server: Server, case: SessionsConfig) -> SessionsConfig:
     """
     probe = replace(case, url=server.url, model=server.name, turns=1, p_barge_in=0.0)
     probe = replace(
-        probe, sessions=max(1, case.sessions // 2), answer_seconds=case.answer_seconds[:1]
+        probe, sessions=max(1, (case.sessions or 2) // 2), answer_seconds=case.answer_seconds[:1]
     )
     rtf = asyncio.run(run_sessions(probe)).metrics["rtf_p50"]
-    if rtf is None:  # it answers nobody, as the run will show
+    if not isinstance(rtf, float):  # it answers nobody, as the run will show
         return case
     return replace(case, slow_motion=regime_slow_motion(rtf, case.slow_motion))
 
