@@ -64,7 +64,7 @@ _BARGE_IN_PRIOR = 0.1
 CROWDED_SHARE = 0.75
 # Shares of a frame's length that making one takes, from which on a stage counts as saturated, and
 # below which it no longer does. What a saturated one puts off will be urgent when others come.
-_SATURATED, _RELAXED = 0.3, 0.2
+_SATURATED, _RELAXED = 0.3, 0.25
 # Rows of requests and of sessions in a detailed reply.
 MAX_ROWS = 512
 
@@ -169,6 +169,7 @@ class StageRuntime:
         # Tokens of prompts that are not computed yet; set by the scheduler's seam.
         self.queued_tokens: Callable[[], int] | None = None
         self.chunk_times = ChunkTimes()
+        self.rested: set[str] = set()  # requests that were held since their last frame
         self.profile = StageProfile(clock)
         # Told of every event before it changes its session's view (`liveserve.host.unheard`).
         self.on_event: list[Callable[[Event], None]] = []
@@ -234,6 +235,8 @@ class StageRuntime:
             return None
         self._holds += len(made.held - self.held)
         self.held, self._deadline_s = made.held, made.next_deadline_s
+        if self.sent_s:
+            self.rested |= made.held
         return made
 
     def doze(self, only_held: bool) -> None:
@@ -513,6 +516,7 @@ class StageRuntime:
         if not sent_s.keys() <= ranks.keys():
             for request_id in sent_s.keys() - ranks.keys():
                 del sent_s[request_id]
+            self.rested &= ranks.keys()
 
     def _forget_gone(self) -> None:
         queues = self._queues
@@ -547,7 +551,7 @@ class StageRuntime:
     def _is_saturated(self) -> bool:
         times, frame_audio_s = self.chunk_times, self.info.token_s or math.inf
         bound = _RELAXED if self._saturated else _SATURATED
-        return times.frame_s * times.rate > bound * frame_audio_s
+        return times.measured and times.frame_s * times.rate > bound * frame_audio_s
 
     def _measured_chunk_s(self, *, makes_way: bool = False) -> float:
         return self.chunk_times.lead_s(self._chunk_frames, self.config.chunks, makes_way=makes_way)

@@ -62,22 +62,24 @@ class ChunkTimes:
     """What frames and deliveries take now, averaged over the requests of a stage.
 
     Attributes:
-        frame_s: wall seconds between two frames of a request that runs.
+        frame_s: wall seconds between two frames of a request that runs; a guess until ``measured``.
         deliver_s: wall seconds from sending a chunk until the client has it.
         spread_s: how far deliveries are from that, on average.
         rate: seconds of audio that a listener plays in a wall second.
     """
 
-    __slots__ = ("deliver_s", "frame_s", "rate", "spread_s")
+    __slots__ = ("deliver_s", "frame_s", "measured", "rate", "spread_s")
 
     def __init__(self) -> None:
         self.frame_s = self.deliver_s = _GUESS_S
         self.spread_s = 0.0
         self.rate = 1.0
+        self.measured = False
 
     def framed(self, took_s: float) -> None:
         if took_s < _PAUSE_S:
-            self.frame_s += _WEIGHT * (took_s - self.frame_s)
+            self.frame_s += (_WEIGHT if self.measured else 1.0) * (took_s - self.frame_s)
+            self.measured = True
 
     def delivered(self, took_s: float, rate: float) -> None:
         self.spread_s += _WEIGHT * (abs(took_s - self.deliver_s) - self.spread_s)
@@ -122,10 +124,10 @@ class ChunkProgress:
     def pending(self) -> int:
         return self.total - self.sent
 
-    def made(self, now_s: float) -> None:
-        """One more frame exists."""
+    def made(self, now_s: float, *, rested: bool = False) -> None:
+        """One more frame exists; ``rested``: the request was held before it."""
         self.total += 1
-        if not math.isnan(self._last_frame_s):
+        if not (rested or math.isnan(self._last_frame_s)):
             self.times.framed(now_s - self._last_frame_s)
         self._last_frame_s = now_s
 

@@ -141,3 +141,18 @@ def test_a_lead_outlasts_late_deliveries_and_somebodys_first_chunk():
         # the other one's chunk takes its frames and a delivery
         both = times.lead_s(10, POLICY)
         assert both - mine == pytest.approx(POLICY.first * 0.02 + late_s, abs=0.03)
+
+
+def test_a_hold_is_no_part_of_what_a_frame_takes():
+    times = ChunkTimes()
+    progress = ChunkProgress(times)
+    assert not times.measured
+    progress.made(10.0)
+    assert not times.measured
+    progress.made(10.02)
+    assert times.measured
+    assert times.frame_s == pytest.approx(0.02)  # instead of the guess
+    progress.made(10.3, rested=True)
+    assert times.frame_s == pytest.approx(0.02)
+    progress.made(10.34)
+    assert times.frame_s == pytest.approx(0.022)

@@ -115,14 +115,15 @@ class World:
             self.advance(0.005)
             return
         self.runtime.scheduled([a.request_id for a in batch])
-        self.advance(0.012 + 0.004 * len(batch))
+        self.advance(0.016 + 0.0008 * len(batch))  # a saturated talker would not pace
         for answer in batch:
             self.frame(answer)
 
     def frame(self, answer: Answer) -> None:
         progress = answer.progress
         answer.num_output_tokens += 1
-        progress.made(self.now_s)
+        progress.made(self.now_s, rested=answer.request_id in self.runtime.rested)
+        self.runtime.rested.discard(answer.request_id)
         view = self.runtime.view_of(answer.session) if self.ours else None
         clock = view.clock if view is not None else None
         progress.observe(clock, self.now_s)
