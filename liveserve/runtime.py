@@ -169,7 +169,7 @@ class StageRuntime:
         # Tokens of prompts that are not computed yet; set by the scheduler's seam.
         self.queued_tokens: Callable[[], int] | None = None
         self.chunk_times = ChunkTimes()
-        self.rested: set[str] = set()  # requests that were held since their last frame
+        self._rested: set[str] = set()  # requests that were held since their last frame
         self.profile = StageProfile(clock)
         # Told of every event before it changes its session's view (`liveserve.host.unheard`).
         self.on_event: list[Callable[[Event], None]] = []
@@ -236,7 +236,7 @@ class StageRuntime:
         self._holds += len(made.held - self.held)
         self.held, self._deadline_s = made.held, made.next_deadline_s
         if self.sent_s:
-            self.rested |= made.held
+            self._rested |= made.held
         return made
 
     def doze(self, only_held: bool) -> None:
@@ -306,6 +306,12 @@ class StageRuntime:
             policy = msgspec.structs.replace(policy, largest=frames)
         self._chunk_frames = policy.largest
         return policy
+
+    def rested(self, request_id: str) -> bool:
+        """A frame of the request was made: whether it was held since the one before."""
+        rested = request_id in self._rested
+        self._rested.discard(request_id)
+        return rested
 
     def chunk_time_moved(self) -> bool:
         """Whether the measured chunk time is a tenth off the one that the bounds of holds have, or
@@ -516,7 +522,7 @@ class StageRuntime:
         if not sent_s.keys() <= ranks.keys():
             for request_id in sent_s.keys() - ranks.keys():
                 del sent_s[request_id]
-            self.rested &= ranks.keys()
+            self._rested &= ranks.keys()
 
     def _forget_gone(self) -> None:
         queues = self._queues

@@ -280,12 +280,17 @@ def test_holds_only_who_is_far_ahead_while_somebody_waits_and_not_for_long():
     assert runtime.held == frozenset()
 
 
-def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
+def four_far_ahead():
+    """An engine that holds all of its four requests; their ids come last."""
     runtime, scheduler = engine(PACED, clock=lambda: 100.0)
     scheduler.run = [Request(f"{name}1", 100) for name in "abcd"]
     send(runtime, [event for name in "abcd" for event in answer_events(name, 100.0, 9.0)])
     runtime.barge_in_rate = 0.5
-    everybody = {"a1", "b1", "c1", "d1"}
+    return runtime, scheduler, {"a1", "b1", "c1", "d1"}
+
+
+def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
+    runtime, _, everybody = four_far_ahead()
     for slots, held in ((0, everybody), (4, everybody), (3, set()), (6, everybody)):
         runtime.info = replace(runtime.info, slots=slots)
         assert runtime.plan().held == held, slots
@@ -298,11 +303,7 @@ def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
 
 
 def test_nobody_is_held_where_held_requests_would_take_the_kv_of_new_users():
-    runtime, scheduler = engine(PACED, clock=lambda: 100.0)
-    scheduler.run = [Request(f"{name}1", 100) for name in "abcd"]
-    send(runtime, [event for name in "abcd" for event in answer_events(name, 100.0, 9.0)])
-    runtime.barge_in_rate = 0.5
-    everybody = {"a1", "b1", "c1", "d1"}
+    runtime, scheduler, everybody = four_far_ahead()
 
     def held(used: int, promised: int) -> set[str]:
         scheduler.used, runtime.promised_blocks, runtime.held = used, promised, frozenset()

@@ -122,8 +122,7 @@ class World:
     def frame(self, answer: Answer) -> None:
         progress = answer.progress
         answer.num_output_tokens += 1
-        progress.made(self.now_s, rested=answer.request_id in self.runtime.rested)
-        self.runtime.rested.discard(answer.request_id)
+        progress.made(self.now_s, rested=self.runtime.rested(answer.request_id))
         view = self.runtime.view_of(answer.session) if self.ours else None
         clock = view.clock if view is not None else None
         progress.observe(clock, self.now_s)

@@ -89,8 +89,7 @@ class Talker(ArEngine):
             if clock is not None and clock.routed_s > 0.0:
                 progress.observe(clock, ends_s[0])
         policy = self._sized()
-        rested = [request.request_id in runtime.rested for request in batch]
-        runtime.rested.difference_update([request.request_id for request in batch])
+        rested = [runtime.rested(request.request_id) for request in batch]
         for steps, at_s in enumerate(ends_s, start=1):
             for (progress, _), was in zip(rows, rested, strict=True):
                 progress.made(at_s, rested=was and steps == 1)

@@ -94,8 +94,7 @@ def _next_chunk(
     frame_audio_s = runtime.info.token_s or 0.0
     if frame is not None:
         stream.frames.append(frame)
-        progress.made(now_s, rested=request.request_id in runtime.rested)
-        runtime.rested.discard(request.request_id)
+        progress.made(now_s, rested=runtime.rested(request.request_id))
     elif not is_finished:
         return None
     view = runtime.view_of(session_of(request.external_req_id))
