@@ -24,7 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import Server, ServerFailed, add_server_arguments, running_server
+from liveserve.bench.launch import (
+    WARM,
+    Server,
+    ServerFailed,
+    add_server_arguments,
+    running_server,
+)
 from liveserve.bench.prefill import prefill_metrics, read_thinker
 from liveserve.bench.preload import preload_metrics, run_watched
 from liveserve.bench.report import save_comparison, save_waits
@@ -373,7 +379,9 @@ def run(args: argparse.Namespace) -> int:
                     progress.update(task, description=f"{arm.name}, round {pair + 1}")
                     record = log.with_suffix(".record")
                     shutil.rmtree(record, ignore_errors=True)
-                    env = {RECORD_ENV: str(record), ROWS_ENV: "off"} if preset.prefill else {}
+                    env = dict(WARM)
+                    if preset.prefill:
+                        env |= {RECORD_ENV: str(record), ROWS_ENV: "off"}
                     with running_server(args.model_dir, log, flags=flags, env=env) as server:
                         if preset.regime and not runs and not args.slow_motion:
                             cases["load"] = _in_the_regime(server, cases["load"])

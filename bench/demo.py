@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from liveserve.bench.launch import Server, ServerFailed, running_server
+from liveserve.bench.launch import WARM, Server, ServerFailed, running_server
 from liveserve.bench.records import INTERRUPTED
 from liveserve.bench.report import results_table, save_plots
 from liveserve.bench.result_file import build_result, write_result
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             spinner = stack.enter_context(_spinner(console))
             task = spinner.add_task("starting thinker, talker and code2wav", total=None)
             server = stack.enter_context(
-                running_server(args.model_dir, args.out / "server.log", flags=flags)
+                running_server(args.model_dir, args.out / "server.log", flags=flags, env=WARM)
             )
             spinner.remove_task(task)
             spinner.stop()

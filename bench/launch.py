@@ -18,9 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from liveserve.host.cpu.adapt import WARM_CHUNKS_ENV
+
 # Lines of the server's log that a failed start shows.
 _LOG_TAIL = 25
 _LOWEST_PORT = 10_000
+# Environment of servers that are measured: no kernel is compiled while users wait.
+WARM = {WARM_CHUNKS_ENV: "1"}
 
 
 class ServerFailed(RuntimeError):

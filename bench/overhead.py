@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import ServerFailed, running_server
+from liveserve.bench.launch import WARM, ServerFailed, running_server
 from liveserve.bench.result_file import build_result, write_result
 from liveserve.bench.sessions import SessionsConfig, run_sessions
 from liveserve.config import Switches
@@ -126,7 +126,7 @@ def measure(model: Path, config: SessionsConfig, switch: str) -> dict[str, Steps
             model,
             Path(folder) / "server.log",
             flags=[*flags, "--seed-codes", "7"],
-            env={RECORD_ENV: str(record)},
+            env=WARM | {RECORD_ENV: str(record)},
         ) as server:
             asyncio.run(run_sessions(replace(config, url=server.url, model=server.name)))
         return {

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from liveserve.bench.calibrate_server import match_overheads, simulated_metrics
 from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import ServerFailed, add_server_arguments, running_server
+from liveserve.bench.launch import WARM, ServerFailed, add_server_arguments, running_server
 from liveserve.bench.result_file import (
     build_result,
     ratio_of,
@@ -176,7 +176,7 @@ def record(arm: str, model: Path, logs: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="liveserve-validate-") as folder:
         flags = [*ARMS[arm], "--fast-codes"]
         log = logs / f"{arm}.log"
-        with running_server(model, log, flags=flags, env={RECORD_ENV: folder}) as server:
+        with running_server(model, log, flags=flags, env=WARM | {RECORD_ENV: folder}) as server:
             url, name = server.url, server.name
             alone = asyncio.run(run_sessions(replace(ALONE, url=url, model=name)))
             crowd = asyncio.run(run_sessions(replace(CROWD, url=url, model=name)))

@@ -26,7 +26,13 @@ from rich.table import Table
 
 from liveserve.bench.client import ClientConfig, ListenerClock, Session
 from liveserve.bench.demo import ensure_tiny_model
-from liveserve.bench.launch import Server, ServerFailed, add_server_arguments, running_server
+from liveserve.bench.launch import (
+    WARM,
+    Server,
+    ServerFailed,
+    add_server_arguments,
+    running_server,
+)
 from liveserve.bench.records import COMPLETED, ResponseRecord
 from liveserve.bench.result_file import build_result, ratio_of, write_result
 from liveserve.bench.server import kv_totals
@@ -108,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     }
     flags = [*_FLAGS, "--liveserve-config", json.dumps(config)]
     try:
-        with running_server(args.model_dir, args.logs / "server.log", flags=flags) as server:
+        log = args.logs / "server.log"
+        with running_server(args.model_dir, log, flags=flags, env=WARM) as server:
             turns = asyncio.run(measure(server, trial, console))
     except ServerFailed as exc:
         print(f"liveserve bench warmup: {exc}", file=sys.stderr)

@@ -13,6 +13,8 @@ Environment variables (all optional):
     ``1``: replace the talker's code predictor by a one-matmul stand-in (load tests only).
 ``LIVESERVE_CPU_SEED_CODES``
     An integer: make the code predictor's sampling a function of this seed and its inputs.
+``LIVESERVE_CPU_WARM_CHUNKS``
+    ``1``: run the vocoder once on every size of chunk before serving (load tests).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 START_METHOD_ENV = "LIVESERVE_CPU_START_METHOD"
 FAST_CODES_ENV = "LIVESERVE_CPU_FAST_CODES"
 SEED_CODES_ENV = "LIVESERVE_CPU_SEED_CODES"
+WARM_CHUNKS_ENV = "LIVESERVE_CPU_WARM_CHUNKS"
 START_METHODS = ("fork", "spawn")
 
 logger = logging.getLogger("vllm.liveserve.cpu")
@@ -56,6 +60,9 @@ def default_env() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # The worker runs inside its stage process: one process less per stage.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # The vocoder has some 25 oneDNN kernels for each size of chunk, and fifty sizes. The cache
+        # holds 1,024, and without it a step takes twice as long.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",
     }
 
 
@@ -75,6 +82,7 @@ def apply() -> None:
     stub_cuda_wheels()
     fast_codes_wanted()
     codes_seed()
+    warm_chunks_wanted()
     set_start_method(os.environ.get(START_METHOD_ENV))
 
 
@@ -236,6 +244,41 @@ def follow_talker_dtype(dtype: torch.dtype) -> None:
     model.torch = _TorchForDtype(dtype)
 
 
+# --- vocoder -----------------------------------------------------------------------------------
+
+
+def warm_chunks_wanted() -> bool:
+    """Whether ``LIVESERVE_CPU_WARM_CHUNKS`` asks for it.
+
+    Raises:
+        CpuConfigError: the value is not 0, 1 or empty.
+    """
+    return _switched(WARM_CHUNKS_ENV, "use 1 to run every size of chunk before serving, 0 not to")
+
+
+def warm_vocoder(model: Any) -> None:
+    """Run the vocoder of ``model``, if it has one, on every size of chunk, as the environment asks.
+
+    Why: oneDNN compiles kernels for each new size, for longer than the chunk then takes. On a GPU
+    the host has captured graphs for all sizes before it serves.
+    """
+    import torch
+
+    vocoder = getattr(model, "code2wav", None)
+    if not (vocoder and warm_chunks_wanted()):
+        return
+    if not hasattr(model, "_get_codec_frame_config") or not hasattr(vocoder, "config"):
+        _mismatch("vocoder warm-up", "the model tells no chunk sizes")
+        return
+    largest = sum(model._get_codec_frame_config())
+    began_s = time.monotonic()
+    with torch.inference_mode():
+        for frames in range(1, largest + 1):
+            vocoder(torch.zeros(1, vocoder.config.num_quantizers, frames, dtype=torch.long))
+    took_s = time.monotonic() - began_s
+    logger.info("LiveServe CPU: vocoder ran chunks of 1 to %d frames in %.1f s", largest, took_s)
+
+
 # --- code predictor ----------------------------------------------------------------------------
 
 
@@ -245,9 +288,13 @@ def fast_codes_wanted() -> bool:
     Raises:
         CpuConfigError: the value is not 0, 1 or empty.
     """
-    value = os.environ.get(FAST_CODES_ENV, "")
+    return _switched(FAST_CODES_ENV, "use 1 for the stand-in, 0 for the model")
+
+
+def _switched(name: str, fix: str) -> bool:
+    value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
-        raise CpuConfigError(f"{FAST_CODES_ENV}={value!r}: use 1 for the stand-in, 0 for the model")
+        raise CpuConfigError(f"{name}={value!r}: {fix}")
     return value == "1"
 
 

@@ -30,6 +30,7 @@ class _CpuRunnerMixin(RecordingRunner):
         config.max_cudagraph_capture_size = config.max_cudagraph_capture_size or 0
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         adapt.install_code_predictor(self.model)  # type: ignore[attr-defined]
+        adapt.warm_vocoder(self.model)  # type: ignore[attr-defined]
         self.open_record(self.model_config.stage_id)  # type: ignore[attr-defined]
 
 
