@@ -19,8 +19,8 @@ _WEIGHT = 0.1
 _PAUSE_S = 0.5
 # What a frame and a delivery take while nothing is known.
 _GUESS_S = 0.1
-# Mean deviations by which hardly a delivery is late (as in TCP's time-out, RFC 6298).
-_SPREADS = 4.0
+# Mean deviations by which few deliveries are late (of a normal distribution, one in eighteen).
+_SPREADS = 2.0
 # A vocoder's audio is shorter than its frames by up to so much of one (Qwen3-Omni's: 555 samples).
 _TRIMMED = 0.5
 
@@ -41,7 +41,7 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
     """
 
     first: int = 4
-    smallest: int = 6
+    smallest: int = 4
     small: int = 10
     largest: int = 25
     deliveries: float = 24.0
@@ -88,7 +88,7 @@ class ChunkTimes:
 
     @property
     def late_s(self) -> float:
-        """Hardly a delivery takes longer."""
+        """Few deliveries take longer."""
         return self.deliver_s + _SPREADS * self.spread_s
 
     def lead_s(self, frames: int, policy: ChunkPolicy, *, makes_way: bool = False) -> float:
