@@ -120,7 +120,7 @@ _EASY = {
         slow_motion=2.0,
         barge_in_between=(0.1, 0.5),
     ),
-    "light": _case(2, 0.0, turns=4, answer_seconds=(2.5, 3.0), slow_motion=2.0),
+    "light": _case(3, 0.0, turns=4, answer_seconds=(2.5, 3.0), slow_motion=1.5),
 }
 
 # Conversations that remember all of their turns, in a thinker whose KV cache holds two of the six.

@@ -45,10 +45,7 @@ def judged(cases, models):
 def test_simulated_users_get_what_the_measured_ones_got(judged, arm):
     figures = judged[arm]
     assert figures.keys() >= JUDGED.keys()
-    missed = {f.name: f.error for f in figures.values() if not is_met(f)}
-    if arm == "liveserve":  # known: the slowest first audios are a sixth slower than simulated
-        assert abs(missed.pop("ttfp_p90_s", 0.0)) < 0.2
-    assert not missed
+    assert not {f.name: f.error for f in figures.values() if not is_met(f)}
 
 
 def test_the_simulator_sees_what_liveserve_changes(judged):
@@ -63,7 +60,7 @@ def test_the_simulator_sees_what_liveserve_changes(judged):
 
 @pytest.mark.parametrize(
     ("path", "factor"),
-    [("talker.step.fixed_s", 2.0), ("code2wav.fixed_s", 4.0), ("handover_s", 3.0)],
+    [("talker.step.fixed_s", 2.0), ("code2wav.fixed_s", 4.0), ("handover_s", 10.0)],
 )
 def test_a_wrong_cost_model_would_be_noticed(cases, models, path, factor):
     case = next(case for case in cases if case["params"]["arm"] == "stock")
