@@ -58,10 +58,11 @@ _BARGE_IN_WEIGHT = 0.05
 # That share while nothing is known. Low enough to be forgotten after some thirty responses that
 # were heard to their end.
 _BARGE_IN_PRIOR = 0.1
-# A held request keeps its slot and its KV. Where there is not enough of them for all open sessions,
-# nobody is held while more than this share is taken: those held must have time to end before the
-# rest is.
+# A held request keeps its slot and its KV. Where there is not enough of them for all sessions of a
+# stage, nobody is held while more than this share of KV is taken, or all slots but so many times
+# their square root: those held must have time to end before the rest is taken.
 CROWDED_SHARE = 0.75
+SPARE_SLOTS = 1.5
 # Shares of a frame's length that making one takes, from which on a stage counts as saturated, and
 # below which it no longer does. What a saturated one puts off will be urgent when others come.
 _SATURATED, _RELAXED = 0.3, 0.25
@@ -130,6 +131,13 @@ class _Known(Candidate):
     made_s: float = 0.0
 
 
+def slots_short(running: int, slots: int) -> bool:
+    """Whether so few of ``slots`` are free that those held may not end before the rest is taken;
+    never where it is not known how many there are (0).
+    """
+    return slots > 0 and running > max(0.0, slots - SPARE_SLOTS * math.sqrt(slots))
+
+
 _current: StageRuntime | None = None
 
 
@@ -170,6 +178,7 @@ class StageRuntime:
         self.queued_tokens: Callable[[], int] | None = None
         self.chunk_times = ChunkTimes()
         self._rested: set[str] = set()  # requests that were held since their last frame
+        self._met: set[str] = set()  # open sessions that asked this engine for something
         self.profile = StageProfile(clock)
         # Told of every event before it changes its session's view (`liveserve.host.unheard`).
         self.on_event: list[Callable[[Event], None]] = []
@@ -530,9 +539,12 @@ class StageRuntime:
         here.update([request.request_id for request in queues.waiting()])
         for request_id in self._known.keys() - here:
             del self._known[request_id], self._ranks[request_id]
+        self._met = {session_id for session_id in self._met if self.table.get(session_id)}
 
     def _meet(self, request_id: str, now_s: float, met: int) -> _Known:
         """A request that came since the last round; those keep the order in which they came."""
+        session_id = self._session_of(request_id)
+        self._met.add(session_id)
         return _Known(
             request_id,
             rank(None, 0.0, 0.0, now_s, now_s),
@@ -542,7 +554,7 @@ class StageRuntime:
             waiting=True,
             is_prefill=False,
             since_s=now_s,
-            session_id=self._session_of(request_id),
+            session_id=session_id,
             arrival_s=now_s - 1e-6 + 1e-9 * (met % 1000),
         )
 
@@ -621,16 +633,21 @@ class StageRuntime:
             now_s,
             policy,
             barge_in_rate=self.barge_in_rate,
-            contended=bool(self.table.expecting),
+            contended=urgent,
         )
 
     def _crowded(self) -> bool:
-        """Whether slots or KV are short, if all open sessions had as much as those that run."""
-        running, sessions = sum(self._by_class[0]), len(self.table)
-        slots, (used, total) = self.info.slots, self._kv_blocks
-        if slots and running > CROWDED_SHARE * slots and sessions > slots:
-            return True
-        return used > CROWDED_SHARE * total and sessions * used > total * running > 0
+        """Whether slots or KV are short, if all its sessions had as much as those that run."""
+        running, slots, (used, total) = sum(self._by_class[0]), self.info.slots, self._kv_blocks
+        few_slots, little_kv = slots_short(running, slots), used > CROWDED_SHARE * total
+        if not (few_slots or little_kv):
+            return False
+        # Who never asked for anything may ask here.
+        new = (view for view in self.table if view.ready_at_s <= view.opened_at_s)
+        sessions = len(self._met) + sum(view.session_id not in self._met for view in new)
+        return (few_slots and sessions > slots) or (
+            little_kv and sessions * used > total * running > 0
+        )
 
     def first_audio_waits(self) -> bool:
         """Whether a session waits for its first audio, in whichever stage. Stages share the

@@ -84,14 +84,12 @@ class SessionTable:
 
     Attributes:
         thinking: sessions that wait for their first audio.
-        expecting: sessions that wait for an answer, or soon will for audio: their users speak.
         get: the view of a session id, or None.
     """
 
     def __init__(self, max_sessions: int, *, use_acks: bool = True) -> None:
         self._views: dict[str, SessionView] = {}
         self.thinking: set[str] = set()
-        self.expecting: set[str] = set()
         # The dict's own method: it is asked once for each request of every round.
         self.get: Callable[[str], SessionView | None] = self._views.get
         self._max = max_sessions
@@ -108,13 +106,13 @@ class SessionTable:
         views, session_id = self._views, event.session_id
         view = views.pop(session_id, None)
         if event.kind is EventKind.CLOSED:
-            self._forget(session_id)
+            self.thinking.discard(session_id)
             return None
         if view is None:
             if len(views) >= self._max:
                 oldest = next(iter(views))
                 del views[oldest]
-                self._forget(oldest)
+                self.thinking.discard(oldest)
             view = SessionView(session_id, opened_at_s=event.at_s)
         apply(view, event, use_acks=self._use_acks)
         views[session_id] = view  # newest last
@@ -123,25 +121,16 @@ class SessionTable:
         return view
 
     def _sort_in(self, view: SessionView) -> None:
-        thinks = view.phase is Phase.THINKING
-        if thinks and view.wants_audio:
+        if view.phase is Phase.THINKING and view.wants_audio:
             self.thinking.add(view.session_id)
         else:
             self.thinking.discard(view.session_id)
-        if thinks or (view.speech_active and view.wants_audio):
-            self.expecting.add(view.session_id)
-        else:
-            self.expecting.discard(view.session_id)
-
-    def _forget(self, session_id: str) -> None:
-        self.thinking.discard(session_id)
-        self.expecting.discard(session_id)
 
     def load(self, views: Iterable[SessionView]) -> None:
         """Replace everything by ``views``, cut to the newest ``max_sessions``."""
         newest = sorted(views, key=lambda view: view.last_event_s)[-self._max :]
-        for known in (self._views, self.thinking, self.expecting):
-            known.clear()
+        self._views.clear()
+        self.thinking.clear()
         for view in newest:
             self._views[view.session_id] = view
             self._sort_in(view)

@@ -413,4 +413,3 @@ def check_who_waits(table: SessionTable) -> None:
     thinks = {v.session_id for v in table if v.phase is Phase.THINKING}
     audio = {v.session_id for v in table if v.wants_audio}
     assert table.thinking == thinks & audio
-    assert table.expecting == thinks | {v.session_id for v in table if v.speech_active} & audio

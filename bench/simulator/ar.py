@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from liveserve.bench.simulator.engines import Engine, Queues, Request
 from liveserve.bench.simulator.kv import CachingPool, Pool
 from liveserve.bench.simulator.model import StageCost
-from liveserve.runtime import CROWDED_SHARE
+from liveserve.events import Event
+from liveserve.runtime import CROWDED_SHARE, slots_short
 from liveserve.scheduler.reserve import Claim, Lengths, may_enter, may_grow
 from liveserve.scheduler.urgency import Urgency
 
@@ -218,11 +219,17 @@ class ArEngine(Engine):
         return sum(self._claim(r).likely for r in holders)
 
     def _pressed(self) -> bool:
-        """Whether KV in use or promised counts in plans: then they change with it."""
+        """Whether KV in use or promised counts in plans, or how many sessions there are for the
+        slots: then they change with it."""
         runtime, pool = self.runtime, self.pool
         assert runtime is not None
+        if slots_short(len(self.running), self.max_requests):
+            return True
         share = min(CROWDED_SHARE, runtime.policy.kv_high_watermark)
         return pool.used + runtime.promised_blocks > share * pool.total
+
+    def _is_quiet(self, event: Event) -> bool:
+        return super()._is_quiet(event) and not self._pressed()
 
     def _buffers_grow(self) -> bool:
         return False

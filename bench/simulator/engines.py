@@ -152,7 +152,7 @@ class Engine:
         Args:
             minor: it moves the playback clock of a session that this engine works for, and nothing
                 else.
-            changes: it changes whether anybody waits for first audio, or will soon.
+            changes: it changes whether anybody waits for first audio.
         """
         if not self._every_step and not self.dirty:
             if minor:

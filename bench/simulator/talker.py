@@ -28,7 +28,7 @@ class Talker(ArEngine):
         self._chunking = runtime is not None and world.system.switches.chunking
         self._times = ChunkTimes() if runtime is None else runtime.chunk_times
         self._policy = self._sizes
-        self._policy_of: tuple[float, float] | None = None
+        self._policy_of: tuple[bool, float, float] | None = None
         # Of the stretch under way: frames before it, and frame times after each of its steps.
         self._before: tuple[list[tuple[ChunkProgress, int]], list[float]] = ([], [])
         self._alternates = costs.alternate_steps and not (
@@ -58,7 +58,7 @@ class Talker(ArEngine):
     def _sized(self) -> ChunkPolicy:
         runtime = self.runtime
         assert runtime is not None
-        reads = (runtime.barge_in_rate, self._times.deliver_s)
+        reads = (runtime.policy.pace, runtime.barge_in_rate, self._times.deliver_s)
         if reads != self._policy_of:
             self._policy_of = reads
             self._policy = runtime.sized(self._sizes)

@@ -245,12 +245,11 @@ class World:
                 engine.hear(event, now_s, minor=minor, changes=changes)
 
     def _waiting_changes(self, event: Event) -> bool:
-        """Whether ``event`` changes what an engine knows of all sessions together: somebody waits
-        for first audio; somebody does or soon will (`StageRuntime.first_audio_waits`)."""
-        seen = self._seen
-        before = (bool(seen.thinking), bool(seen.expecting))
-        seen.apply(event)
-        return before != (bool(seen.thinking), bool(seen.expecting))
+        """Whether ``event`` changes whether somebody waits for first audio
+        (`StageRuntime.first_audio_waits`)."""
+        before = bool(self._seen.thinking)
+        self._seen.apply(event)
+        return before != bool(self._seen.thinking)
 
     def routed(self, answer: Answer, total_s: float, now_s: float) -> None:
         """Audio of ``answer`` goes to its client."""
