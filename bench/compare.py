@@ -1,6 +1,6 @@
 """``liveserve bench compare``: the stock host against LiveServe, side by side in one run.
 
-Servers take turns (A B A B ...) on the same seeded users; every ratio is computed inside a pair.
+Servers take turns (A B B A ...) on the same seeded users; every ratio is computed inside a pair.
 The users are in slow motion (``K``) so that a small machine reaches the regime of a large one, and
 K is the same for both.
 """
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shlex
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ class Preset:
     regime: bool = False
     prefill: bool = False
     preload: bool = False
+
+    @property
+    def together(self) -> bool:
+        """All servers are up from the start to the end, and idle but for one: the machine is much
+        faster in some minutes than in others, and what is compared must not be minutes apart.
+        Not with more servers than memory is sure to hold, nor where what a server did before
+        counts.
+        """
+        return len(self.arms) <= 2 and not self.prefill
 
 
 def _case(sessions: int, p_barge_in: float, **more: Any) -> SessionsConfig:
@@ -364,41 +374,35 @@ def run(args: argparse.Namespace) -> int:
     ensure_tiny_model(args.model_dir, console)
     gbps = min(map(link_gbps, cases.values())) if preset.preload else None
     link = [] if gbps is None else ["--link-gbps", f"{gbps:.4f}"]
+    flags = [*(["--fast-codes"] if fast_codes else []), *link]
     runs: list[Run] = []
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     )  # fmt: skip
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        with (
+            Progress(*columns, console=console, transient=True) as progress,
+            _Servers(args.model_dir, args.logs, flags, preset) as servers,
+        ):
             task = progress.add_task("", total=pairs * len(preset.arms) * len(cases))
-            for pair in range(pairs):
-                arms = preset.arms if pair % 2 == 0 else preset.arms[::-1]
-                for arm in arms:
-                    flags = [*arm.flags, *(["--fast-codes"] if fast_codes else []), *link]
-                    log = args.logs / f"{arm.name.replace(' ', '-')}-{pair}.log"
-                    progress.update(task, description=f"{arm.name}, round {pair + 1}")
-                    record = log.with_suffix(".record")
-                    shutil.rmtree(record, ignore_errors=True)
-                    env = dict(WARM)
-                    if preset.prefill:
-                        env |= {RECORD_ENV: str(record), ROWS_ENV: "off"}
-                    with running_server(args.model_dir, log, flags=flags, env=env) as server:
-                        if preset.regime and not runs and not args.slow_motion:
-                            cases["load"] = _in_the_regime(server, cases["load"])
-                        for index, (name, case) in enumerate(cases.items()):
-                            here = replace(case, url=server.url, model=server.name)
-                            if index:  # the server is warm
-                                here = replace(here, warmup=0)
-                            if preset.preload:
-                                report, turns = asyncio.run(run_watched(here))
-                            else:
-                                report, turns = asyncio.run(run_sessions(here)), []
-                            more = _kv_metrics(server, record, here) if preset.prefill else {}
-                            if preset.preload:
-                                found = more["kv"].get("preload") or {}
-                                more |= preload_metrics(turns, found, here.slow_motion)
-                            runs.append(Run(arm.name, name, pair, report, more))
-                            progress.advance(task)
+            for pair, arm, name in in_turn(preset.arms, list(cases), pairs, preset.together):
+                progress.update(task, description=f"{name}, {arm.name}, round {pair + 1}")
+                server, record, is_new = servers.get(arm, pair)
+                if preset.regime and not runs and not args.slow_motion:
+                    cases["load"] = _in_the_regime(server, cases["load"])
+                here = replace(cases[name], url=server.url, model=server.name)
+                if not is_new:  # the server is warm
+                    here = replace(here, warmup=0)
+                if preset.preload:
+                    report, turns = asyncio.run(run_watched(here))
+                else:
+                    report, turns = asyncio.run(run_sessions(here)), []
+                more = _kv_metrics(server, record, here) if preset.prefill else {}
+                if preset.preload:
+                    found = more["kv"].get("preload") or {}
+                    more |= preload_metrics(turns, found, here.slow_motion)
+                runs.append(Run(arm.name, name, pair, report, more))
+                progress.advance(task)
     except (ServerFailed, ServerUnreachable) as exc:
         print(f"liveserve bench compare: {exc}", file=sys.stderr)
         return 1
@@ -439,6 +443,64 @@ def run(args: argparse.Namespace) -> int:
         )
         console.print(f"result: {args.json}", soft_wrap=True)
     return 1 if any(r.report.failed for r in runs) else 0
+
+
+def in_turn(
+    arms: Sequence[Arm], cases: Sequence[str], pairs: int, together: bool
+) -> Iterator[tuple[int, Arm, str]]:
+    """Round, server and case of each run. Who was first is last the next time.
+
+    ``together``: a case runs in one server right after the other; else a server does all its cases.
+    """
+    for pair in range(pairs):
+        if together:
+            for index, case in enumerate(cases):
+                order = arms if (pair + index) % 2 == 0 else arms[::-1]
+                yield from ((pair, arm, case) for arm in order)
+        else:
+            order = arms if pair % 2 == 0 else arms[::-1]
+            yield from ((pair, arm, case) for arm in order for case in cases)
+
+
+class _Servers:
+    """The servers of a comparison, started when they are first asked for."""
+
+    def __init__(self, model: Path, logs: Path, flags: Sequence[str], preset: Preset) -> None:
+        self._model, self._logs, self._flags, self._preset = model, logs, flags, preset
+        self._up: dict[tuple[str, int], tuple[Server, Path]] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Servers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def get(self, arm: Arm, pair: int) -> tuple[Server, Path, bool]:
+        """The server of ``arm``, the folder of its record, and whether it was started just now.
+
+        Where servers are not together, no other one is up then, and each round has its own.
+
+        Raises:
+            ServerFailed: it does not start.
+        """
+        key = arm.name, 0 if self._preset.together else pair
+        if key in self._up:
+            return *self._up[key], False
+        if not self._preset.together:
+            self._stack.close()
+            self._up.clear()
+        log = self._logs / f"{arm.name.replace(' ', '-')}-{key[1]}.log"
+        record = log.with_suffix(".record")
+        shutil.rmtree(record, ignore_errors=True)
+        env = dict(WARM)
+        if self._preset.prefill:
+            env |= {RECORD_ENV: str(record), ROWS_ENV: "off"}
+        server = self._stack.enter_context(
+            running_server(self._model, log, flags=[*arm.flags, *self._flags], env=env)
+        )
+        self._up[key] = server, record
+        return server, record, True
 
 
 def _in_the_regime(server: Server, case: SessionsConfig) -> SessionsConfig:

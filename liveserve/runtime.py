@@ -643,7 +643,7 @@ class StageRuntime:
         if not (few_slots or little_kv):
             return False
         # Who never asked for anything may ask here.
-        new = (view for view in self.table if view.ready_at_s <= view.opened_at_s)
+        new = (view for view in self.table if view.ready_at_s < view.opened_at_s)
         sessions = len(self._met) + sum(view.session_id not in self._met for view in new)
         return (few_slots and sessions > slots) or (
             little_kv and sessions * used > total * running > 0

@@ -9,10 +9,13 @@ import pytest
 from liveserve.bench.compare import (
     PRESETS,
     STOCK,
+    STOCK_ARM,
     UNLOADED,
     Run,
     _verdict,
     compare,
+    in_turn,
+    live_arm,
     regime_slow_motion,
 )
 
@@ -98,3 +101,28 @@ def test_presets_are_valid_and_both_servers_get_the_same_users(name):
     for case in preset.cases.values():
         case.validate()
         assert case.slow_motion >= 1
+
+
+def test_servers_take_turns():
+    one, two = STOCK_ARM, live_arm()
+
+    def turns(pairs, together):
+        return [(p, a.name, c) for p, a, c in in_turn((one, two), ["x", "y"], pairs, together)]
+
+    together = turns(2, True)
+    assert together[:4] == [
+        (0, "stock", "x"), (0, "liveserve", "x"), (0, "liveserve", "y"), (0, "stock", "y"),
+    ]  # fmt: skip
+    apart = turns(2, False)
+    assert [arm for _, arm, _ in apart] == ["stock"] * 2 + ["liveserve"] * 4 + ["stock"] * 2
+    assert sorted(together) == sorted(apart)
+    for case in ("x", "y"):  # as often first as last
+        firsts = [arm for pair, arm, c in together if c == case][::2]
+        assert sorted(firsts) == ["liveserve", "stock"]
+
+
+def test_servers_are_up_together_where_that_is_fair():
+    assert PRESETS["ci"].together
+    assert not PRESETS["ablation"].together  # twelve servers
+    assert not PRESETS["kv"].together
+    assert not PRESETS["preload"].together  # what one kept in KV would be read

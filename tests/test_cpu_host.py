@@ -112,6 +112,7 @@ def test_default_env_comes_without_importing_the_host():
         "LIVESERVE_CPU_START_METHOD": "fork",
         "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",
     }
 
 
@@ -119,6 +120,7 @@ def test_default_env_comes_without_importing_the_host():
     ("name", "value", "read"),
     [
         (adapt.FAST_CODES_ENV, "yes", adapt.fast_codes_wanted),
+        (adapt.WARM_CHUNKS_ENV, "2", adapt.warm_chunks_wanted),
         (adapt.SEED_CODES_ENV, "-1", adapt.codes_seed),
         (adapt.SEED_CODES_ENV, "1.5", adapt.codes_seed),
         (adapt.START_METHOD_ENV, "thread", adapt.apply),
@@ -366,6 +368,36 @@ def test_predictor_notices_a_changed_host(monkeypatch, log):
     assert "forward" not in vars(other)
     assert len(log()) == 1
     assert "the host stays stock" in log()[0]
+
+
+# --- vocoder -----------------------------------------------------------------------------------
+
+
+class Vocoder(torch.nn.Module):
+    """Remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_quantizers=GROUPS)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, codes):
+        self.shapes.append(tuple(codes.shape))
+
+
+def test_a_measured_vocoder_has_run_every_size_of_chunk(monkeypatch, log):
+    model = SimpleNamespace(code2wav=Vocoder(), _get_codec_frame_config=lambda: (4, 3))
+    adapt.warm_vocoder(model)
+    assert model.code2wav.shapes == []  # nobody asked for it
+    monkeypatch.setenv(adapt.WARM_CHUNKS_ENV, "1")
+    adapt.warm_vocoder(model)
+    assert model.code2wav.shapes == [(1, GROUPS, frames) for frames in range(1, 8)]
+    adapt.warm_vocoder(SimpleNamespace(code2wav=None))  # a stage without one
+    del model._get_codec_frame_config
+    model.code2wav.shapes.clear()
+    adapt.warm_vocoder(model)
+    assert model.code2wav.shapes == []
+    assert any("the host stays stock" in line for line in log())
 
 
 # --- deploy files ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from liveserve.config import LiveServeConfig, StageConfig, Switches
 from liveserve.events import Batch, Event, EventKind, boot_id, decode_reply, encode
 from liveserve.monitor import Monitor, StageLink
-from liveserve.runtime import StageInfo, StageRuntime
+from liveserve.runtime import StageInfo, StageRuntime, slots_short
 from liveserve.scheduler.plan import plan
 from liveserve.scheduler.urgency import Urgency
 from liveserve.session import SessionTracker
@@ -295,11 +295,40 @@ def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
         runtime.info = replace(runtime.info, slots=slots)
         assert runtime.plan().held == held, slots
         runtime.held = frozenset()
+    # one whom another replica answers does not ask here
+    send(runtime, answer_events("f", 100.0, 9.0), first_seq=16)
+    runtime.info = replace(runtime.info, slots=4)
+    assert runtime.plan().held == everybody
     # a fifth session; four slots are too few for all, five are not
-    send(runtime, [Event(EventKind.OPENED, "e", 100.0, 1.0)], first_seq=16)
+    send(runtime, [Event(EventKind.OPENED, "e", 100.0, 1.0)], first_seq=20)
     for slots, held in ((4, set()), (5, everybody)):
         runtime.info = replace(runtime.info, slots=slots)
         assert runtime.plan().held == held, slots
+    # and whoever left asks for nothing more
+    runtime.info = replace(runtime.info, slots=4)
+    send(runtime, [Event(EventKind.CLOSED, "e", 100.0)], first_seq=21)
+    assert runtime.plan().held == everybody
+
+
+@pytest.mark.parametrize(
+    ("slots", "most"), [(1, 0), (2, 0), (4, 1), (16, 10), (64, 52), (256, 232), (0, 10_000)]
+)
+def test_spare_slots_are_their_square_root(slots, most):
+    """``most`` may run before somebody could find no slot."""
+    assert not slots_short(most, slots)
+    assert slots_short(most + 1, slots) is (slots > 0)
+
+
+def test_users_who_may_ask_later_are_no_reason_to_hold():
+    """What is put off for them is urgent when they ask. Who interrupts is: their audio is waste."""
+    runtime, _, everybody = four_far_ahead()
+    speaks = [Event(EventKind.OPENED, "e", 100.0, 1.0), Event(EventKind.SPEECH_STARTED, "e", 100.0)]
+    send(runtime, speaks, first_seq=16)
+    assert runtime.plan().held == everybody
+    runtime.barge_in_rate = 0.0
+    assert runtime.plan().held == set()
+    send(runtime, [Event(EventKind.COMMITTED, "e", 100.0)], first_seq=18)
+    assert runtime.plan().held == everybody
 
 
 def test_nobody_is_held_where_held_requests_would_take_the_kv_of_new_users():
