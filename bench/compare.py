@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from liveserve.bench.demo import ensure_tiny_model
@@ -385,6 +392,7 @@ def run(args: argparse.Namespace) -> int:
             _Servers(args.model_dir, args.logs, flags, preset) as servers,
         ):
             task = progress.add_task("", total=pairs * len(preset.arms) * len(cases))
+            servers.start(progress, task)
             for pair, arm, name in in_turn(preset.arms, list(cases), pairs, preset.together):
                 progress.update(task, description=f"{name}, {arm.name}, round {pair + 1}")
                 server, record, is_new = servers.get(arm, pair)
@@ -463,12 +471,23 @@ def in_turn(
 
 
 class _Servers:
-    """The servers of a comparison, started when they are first asked for."""
+    """The servers of a comparison: all from the start, or one at a time."""
 
     def __init__(self, model: Path, logs: Path, flags: Sequence[str], preset: Preset) -> None:
         self._model, self._logs, self._flags, self._preset = model, logs, flags, preset
         self._up: dict[tuple[str, int], tuple[Server, Path]] = {}
+        self._used: set[tuple[str, int]] = set()
         self._stack = contextlib.ExitStack()
+
+    def start(self, progress: Progress, task: TaskID) -> None:
+        """Start all, where servers are together: none may run while others are not up yet.
+
+        Raises:
+            ServerFailed: one does not start.
+        """
+        for arm in self._preset.arms if self._preset.together else ():
+            progress.update(task, description=f"starting {arm.name}")
+            self._start(arm, (arm.name, 0))
 
     def __enter__(self) -> _Servers:
         return self
@@ -477,19 +496,23 @@ class _Servers:
         self._stack.close()
 
     def get(self, arm: Arm, pair: int) -> tuple[Server, Path, bool]:
-        """The server of ``arm``, the folder of its record, and whether it was started just now.
+        """The server of ``arm``, the folder of its record, and whether nothing ran in it yet.
 
-        Where servers are not together, no other one is up then, and each round has its own.
+        Where servers are not together, each round has its own, and no other one is up then.
 
         Raises:
             ServerFailed: it does not start.
         """
         key = arm.name, 0 if self._preset.together else pair
-        if key in self._up:
-            return *self._up[key], False
-        if not self._preset.together:
+        if key not in self._up:
             self._stack.close()
             self._up.clear()
+            self._start(arm, key)
+        is_new = key not in self._used
+        self._used.add(key)
+        return *self._up[key], is_new
+
+    def _start(self, arm: Arm, key: tuple[str, int]) -> None:
         log = self._logs / f"{arm.name.replace(' ', '-')}-{key[1]}.log"
         record = log.with_suffix(".record")
         shutil.rmtree(record, ignore_errors=True)
@@ -500,7 +523,6 @@ class _Servers:
             running_server(self._model, log, flags=[*arm.flags, *self._flags], env=env)
         )
         self._up[key] = server, record
-        return server, record, True
 
 
 def _in_the_regime(server: Server, case: SessionsConfig) -> SessionsConfig:

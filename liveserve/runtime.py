@@ -62,7 +62,7 @@ _BARGE_IN_PRIOR = 0.1
 # stage, nobody is held while more than this share of KV is taken, or all slots but so many times
 # their square root: those held must have time to end before the rest is taken.
 CROWDED_SHARE = 0.75
-SPARE_SLOTS = 1.5
+_SPARE_SLOTS = 1.5
 # Shares of a frame's length that making one takes, from which on a stage counts as saturated, and
 # below which it no longer does. What a saturated one puts off will be urgent when others come.
 _SATURATED, _RELAXED = 0.3, 0.25
@@ -135,7 +135,7 @@ def slots_short(running: int, slots: int) -> bool:
     """Whether so few of ``slots`` are free that those held may not end before the rest is taken;
     never where it is not known how many there are (0).
     """
-    return slots > 0 and running > max(0.0, slots - SPARE_SLOTS * math.sqrt(slots))
+    return slots > 0 and running > max(0.0, slots - _SPARE_SLOTS * math.sqrt(slots))
 
 
 _current: StageRuntime | None = None
