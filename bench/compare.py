@@ -89,8 +89,8 @@ class Preset:
 
     @property
     def together(self) -> bool:
-        """All servers are up from the start to the end, and idle but for one: the machine is much
-        faster in some minutes than in others, and what is compared must not be minutes apart.
+        """All servers are up from the start to the end, and all but one are frozen: the machine is
+        much faster in some minutes than in others, and what is compared must not be minutes apart.
         Not with more servers than memory is sure to hold, nor where what a server did before
         counts.
         """
@@ -477,6 +477,7 @@ class _Servers:
         self._model, self._logs, self._flags, self._preset = model, logs, flags, preset
         self._up: dict[tuple[str, int], tuple[Server, Path]] = {}
         self._used: set[tuple[str, int]] = set()
+        self._frozen: dict[tuple[str, int], contextlib.ExitStack] = {}
         self._stack = contextlib.ExitStack()
 
     def start(self, progress: Progress, task: TaskID) -> None:
@@ -488,6 +489,14 @@ class _Servers:
         for arm in self._preset.arms if self._preset.together else ():
             progress.update(task, description=f"starting {arm.name}")
             self._start(arm, (arm.name, 0))
+            self._freeze_all_but(None)
+
+    def _freeze_all_but(self, awake: tuple[str, int] | None) -> None:
+        if awake in self._frozen:
+            self._frozen.pop(awake).close()
+        for key in self._up.keys() - self._frozen.keys() - {awake}:
+            frozen = self._frozen[key] = self._stack.enter_context(contextlib.ExitStack())
+            frozen.enter_context(self._up[key][0].frozen())
 
     def __enter__(self) -> _Servers:
         return self
@@ -508,6 +517,7 @@ class _Servers:
             self._stack.close()
             self._up.clear()
             self._start(arm, key)
+        self._freeze_all_but(key)
         is_new = key not in self._used
         self._used.add(key)
         return *self._up[key], is_new

@@ -1,14 +1,22 @@
-"""How long a round waits for its requests' next inputs. What it brings is measured on the real
+"""What a round finds of its requests' next inputs: in shared memory, with the host's adapter; how
+long it waits for an adapter that reads from elsewhere. What it brings is measured on the real
 pipeline in test_host_identity.py."""
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections import deque
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
+from vllm.v1.request import RequestStatus
+from vllm_omni.distributed.omni_connectors.transfer_adapter.chunk_transfer_adapter import (
+    OmniChunkTransferAdapter,
+)
+
 from liveserve.host import lookahead
 from liveserve.host.lookahead import Lookahead
 
@@ -17,6 +25,8 @@ class Adapter:
     """The chunk adapter's side of the calls; every look at the pending loads may complete one."""
 
     receives_chunks = True
+    connector = None
+    _registered_load_entries = _poll_single_request = None
 
     def __init__(self, pending: int, arrive: int) -> None:
         self.calls: list[str] = []
@@ -97,3 +107,83 @@ def test_stays_out_of_the_way(sleeps, case):
 def test_an_adapter_without_the_expected_parts_stays_stock():
     adapter = SimpleNamespace(receives_chunks=True)  # has none of what is called
     assert Scheduler(adapter).schedule() == "round"
+
+
+class Talker:
+    """The host's adapter of stage 1 over shared memory, two requests of which run."""
+
+    def __init__(self) -> None:
+        model = SimpleNamespace(
+            stage_id=1, max_num_seqs=4, max_model_len=64, worker_type="ar", async_chunk=True
+        )
+        self.adapter = OmniChunkTransferAdapter(
+            SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=4))
+        )
+        self.scheduler = Scheduler(self.adapter)
+        self.scheduler.waiting = deque()
+        self.scheduler.running = [
+            SimpleNamespace(
+                request_id=f"{name}-{uuid.uuid4().hex}",
+                status=RequestStatus.RUNNING,
+                additional_information=None,
+                resumable=False,
+            )
+            for name in "ab"
+        ]
+        for request in self.scheduler.running:
+            request.external_req_id = f"ext-{request.request_id}"
+        self.scheduler.requests = {r.request_id: r for r in self.scheduler.running}
+
+    def arrive(self, index: int, chunk: int) -> None:
+        """The thinker's ``chunk`` of a request."""
+        key = f"{self.scheduler.running[index].external_req_id}_0_{chunk}"
+        ok, _, _ = self.adapter.connector.put("0", "1", key, {"meta": {"finished": False}})
+        assert ok
+
+    def ready(self) -> set[str]:
+        """Who can run in the round that is scheduled now: a and b, in short."""
+        self.scheduler.schedule()
+        running = self.scheduler.running
+        self.adapter.process_pending_chunks(
+            self.scheduler.waiting, running, scheduler_requests=self.scheduler.requests
+        )
+        found = {request.request_id[0] for request in running}
+        self.adapter.restore_queues(
+            self.scheduler.waiting, running, scheduler_requests=self.scheduler.requests
+        )
+        running.sort(key=lambda request: request.request_id)
+        return found
+
+    def ran(self) -> None:
+        """What was ready has run."""
+        self.adapter.requests_with_ready_chunks.clear()
+
+
+@pytest.fixture
+def talker():
+    talker = Talker()
+    yield talker
+    talker.adapter.shutdown()
+
+
+def test_a_round_finds_the_chunks_that_are_there_though_the_adapters_thread_does_not_run(talker):
+    with talker.adapter._recv_cond:  # its thread waits in this between its passes
+        talker.arrive(0, 0)
+        assert talker.ready() == {"a"}
+        talker.ran()
+        talker.arrive(0, 1)
+        talker.arrive(1, 0)
+        assert talker.ready() == {"a", "b"}
+        talker.ran()
+        assert talker.ready() == set()
+
+
+def test_a_chunk_is_taken_once_by_whichever_thread_comes_first(talker, caplog):
+    pauses = threading.Event()
+    for chunk in range(200):
+        talker.arrive(0, chunk)
+        assert talker.ready() == {"a"}
+        assert talker.adapter.get_req_chunk[talker.scheduler.running[0].request_id] == chunk + 1
+        talker.ran()
+        pauses.wait(0.0005 * (chunk % 4))  # the adapter's thread is looking for what is not there
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -3,15 +3,20 @@
 vLLM-Omni's chunk adapter asks for a request's next chunk in the round after its last step and
 finds it one round later, so that a talker runs each request in every other step, even where the
 thinker is ahead. `Lookahead` gives the adapter one more tick (its own two public calls) in front of
-the round and a moment for chunks that are there already. What is computed does not change.
+the round, and reads what is there: in this thread where chunks are in shared memory, since the
+adapter's own thread may have to wait for a core; else it gives that thread a moment. What is
+computed does not change.
 
 Only for synchronous scheduling, where a round follows the output of the step before it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
+
+from vllm_omni.distributed.omni_connectors.connectors.shm_connector import SharedMemoryConnector
 
 from liveserve.host.seam import expect, install
 from liveserve.runtime import StageRuntime
@@ -20,6 +25,27 @@ from liveserve.runtime import StageRuntime
 _FIRST_WAIT_S = 0.001
 _LONGEST_WAIT_S = 0.005
 _SLICE_S = 0.0002
+_USED = (
+    "process_pending_chunks",
+    "restore_queues",
+    "connector",
+    "_pending_load_reqs",
+    "_registered_load_entries",
+    "_poll_single_request",
+)
+
+
+def _one_at_a_time(adapter: Any) -> None:
+    """Let two threads poll ``adapter``. The host's own check on commit drops a chunk that both have
+    read; the lock keeps one from opening what the other is about to unlink, which logs an error.
+    """
+    lock, poll = threading.Lock(), adapter._poll_single_request
+
+    def locked(entry: Any) -> bool:
+        with lock:
+            return poll(entry)
+
+    adapter._poll_single_request = locked
 
 
 class Lookahead:
@@ -34,14 +60,18 @@ class Lookahead:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._liveserve_looks_ahead = install("chunk look-ahead", self._check_adapter)
+        self._liveserve_reads_chunks = False
+        self._liveserve_looks_ahead = install("chunk look-ahead", self._attach_adapter)
 
-    def _check_adapter(self) -> None:
+    def _attach_adapter(self) -> None:
         adapter = self.chunk_transfer_adapter
         if adapter is None or not getattr(adapter, "receives_chunks", False):
             return
-        for name in ("process_pending_chunks", "restore_queues", "_pending_load_reqs"):
+        for name in _USED:
             expect(hasattr(adapter, name), f"the chunk adapter's {name} is gone")
+        if isinstance(adapter.connector, SharedMemoryConnector):
+            _one_at_a_time(adapter)
+            self._liveserve_reads_chunks = True
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         live, adapter = self.liveserve, self.chunk_transfer_adapter
@@ -59,7 +89,14 @@ class Lookahead:
     def _look_ahead(self, adapter: Any) -> None:
         adapter.process_pending_chunks(self.waiting, self.running, scheduler_requests=self.requests)
         adapter.restore_queues(self.waiting, self.running, scheduler_requests=self.requests)
-        pending = adapter._pending_load_reqs
+        if self._liveserve_reads_chunks:
+            for entry in tuple(adapter._registered_load_entries.values()):
+                adapter._poll_single_request(entry)
+        else:
+            self._wait_for(adapter._pending_load_reqs)
+
+    def _wait_for(self, pending: Any) -> None:
+        """Give the adapter's thread a moment for ``pending``, and more while chunks come."""
         now_s = time.monotonic()
         give_up_s, latest_s, left = now_s + _FIRST_WAIT_S, now_s + _LONGEST_WAIT_S, len(pending)
         while left and now_s < min(give_up_s, latest_s):
