@@ -134,10 +134,11 @@ _EASY = {
         0.5,
         turns=2,
         answer_seconds=(12.0,),
-        slow_motion=2.0,
+        slow_motion=1.5,
+        ramp=2.0,
         barge_in_between=(0.1, 0.5),
     ),
-    "light": _case(3, 0.0, turns=4, answer_seconds=(2.5, 3.0), slow_motion=1.5),
+    "light": _case(3, 0.0, turns=4, answer_seconds=(2.5, 3.0), slow_motion=1.25, ramp=2.0),
 }
 
 # Conversations that remember all of their turns, in a thinker whose KV cache holds two of the six.
@@ -486,10 +487,12 @@ class _Servers:
         Raises:
             ServerFailed: one does not start.
         """
+        progress.update(task, description="starting the servers")
         for arm in self._preset.arms if self._preset.together else ():
-            progress.update(task, description=f"starting {arm.name}")
-            self._start(arm, (arm.name, 0))
-            self._freeze_all_but(None)
+            self._start(arm, (arm.name, 0), wait=False)
+        for server, _ in self._up.values():
+            server.wait_until_up()
+        self._freeze_all_but(None)
 
     def _freeze_all_but(self, awake: tuple[str, int] | None) -> None:
         if awake in self._frozen:
@@ -522,7 +525,7 @@ class _Servers:
         self._used.add(key)
         return *self._up[key], is_new
 
-    def _start(self, arm: Arm, key: tuple[str, int]) -> None:
+    def _start(self, arm: Arm, key: tuple[str, int], *, wait: bool = True) -> None:
         log = self._logs / f"{arm.name.replace(' ', '-')}-{key[1]}.log"
         record = log.with_suffix(".record")
         shutil.rmtree(record, ignore_errors=True)
@@ -530,7 +533,7 @@ class _Servers:
         if self._preset.prefill:
             env |= {RECORD_ENV: str(record), ROWS_ENV: "off"}
         server = self._stack.enter_context(
-            running_server(self._model, log, flags=[*arm.flags, *self._flags], env=env)
+            running_server(self._model, log, flags=[*arm.flags, *self._flags], env=env, wait=wait)
         )
         self._up[key] = server, record
 

@@ -14,8 +14,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from liveserve.host.cpu.adapt import WARM_CHUNKS_ENV
@@ -74,7 +74,27 @@ class Server:
     url: str
     name: str
     log: Path
-    started_in_s: float
+    began_s: float = field(default_factory=time.monotonic)
+    started_in_s: float = 0.0
+    known: set[int] = field(default_factory=set)  # its processes when it came up
+
+    def wait_until_up(self, timeout_s: float = 300.0) -> None:
+        """Return when it answers.
+
+        Raises:
+            ServerFailed: it exited, or has not answered ``timeout_s`` after it was started.
+        """
+        while not _healthy(self.url):
+            what = ""
+            if self.process.poll() is not None:
+                what = f"exited with code {self.process.returncode}"
+            elif time.monotonic() - self.began_s > timeout_s:
+                what = f"did not answer within {timeout_s:.0f} s"
+            if what:
+                raise ServerFailed(f"the server {what}; end of {self.log}:\n{_tail(self.log)}")
+            time.sleep(0.25)
+        self.started_in_s = time.monotonic() - self.began_s
+        self.known.update(self.pids())
 
     def pids(self) -> list[int]:
         """The API server and every process it started."""
@@ -116,8 +136,7 @@ def running_server(
     env: dict[str, str] | None = None,
     serve: Sequence[str] = (sys.executable, "-m", "liveserve.cli", "serve"),
     omni: bool = True,
-    timeout_s: float = 300.0,
-    on_wait: Callable[[float], None] = lambda _s: None,
+    wait: bool = True,
 ) -> Iterator[Server]:
     """A server on a free loopback port until the block ends.
 
@@ -128,8 +147,7 @@ def running_server(
         env: variables on top of this process's environment.
         serve: the command, up to the model.
         omni: the command serves omni models, whose stages may take long to start.
-        timeout_s: how long the start may take.
-        on_wait: called about four times a second with the seconds waited so far.
+        wait: return when it answers; else the caller calls `Server.wait_until_up`.
 
     Raises:
         ServerFailed: it exited, or did not answer in time.
@@ -143,7 +161,6 @@ def running_server(
     command += flags
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     log.parent.mkdir(parents=True, exist_ok=True)
-    started_s = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -154,26 +171,13 @@ def running_server(
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-    server = Server(process, f"http://127.0.0.1:{port}", name, log, 0.0)
-    known: set[int] = set()
+    server = Server(process, f"http://127.0.0.1:{port}", name, log)
     try:
-        while not _healthy(server.url):
-            waited_s = time.monotonic() - started_s
-            if process.poll() is not None or waited_s > timeout_s:
-                what = (
-                    f"did not answer within {timeout_s:.0f} s"
-                    if process.poll() is None
-                    else f"exited with code {process.returncode}"
-                )
-                raise ServerFailed(f"the server {what}; end of {log}:\n{_tail(log)}")
-            on_wait(waited_s)
-            time.sleep(0.25)
-        server.started_in_s = time.monotonic() - started_s
-        known.update(server.pids())
+        if wait:
+            server.wait_until_up()
         yield server
     finally:
-        known.update(server.pids())
-        _stop(process, known)
+        _stop(process, server.known | set(server.pids()))
 
 
 def _end_with_parent() -> None:

@@ -38,7 +38,7 @@ def tree():
     process = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE)
     assert process.stdout is not None
     child = int(process.stdout.readline())
-    yield Server(process, "", "", Path(), 0.0), child
+    yield Server(process, "", "", Path()), child
     for pid in (child, process.pid):
         os.kill(pid, signal.SIGKILL)
     process.wait()
