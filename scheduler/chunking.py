@@ -44,7 +44,7 @@ class ChunkPolicy(msgspec.Struct, frozen=True):
     smallest: int = 4
     small: int = 10
     largest: int = 25
-    deliveries: float = 24.0
+    deliveries: float = 16.0
     margin_s: float = 0.3
 
     def within(self, first: int, largest: int) -> ChunkPolicy:
