@@ -178,7 +178,7 @@ class StageRuntime:
         self.queued_tokens: Callable[[], int] | None = None
         self.chunk_times = ChunkTimes()
         self._rested: set[str] = set()  # requests that were held since their last frame
-        self._met: set[str] = set()  # open sessions that asked this engine for something
+        self._met: set[str] = set()  # sessions that asked this engine for something; some have gone
         self.profile = StageProfile(clock)
         # Told of every event before it changes its session's view (`liveserve.host.unheard`).
         self.on_event: list[Callable[[Event], None]] = []
@@ -642,9 +642,13 @@ class StageRuntime:
         few_slots, little_kv = slots_short(running, slots), used > CROWDED_SHARE * total
         if not (few_slots or little_kv):
             return False
-        # Who never asked for anything may ask here.
-        new = (view for view in self.table if view.ready_at_s < view.opened_at_s)
-        sessions = len(self._met) + sum(view.session_id not in self._met for view in new)
+        asking = {one.session_id for one in self._known.values()}
+        sessions = len(asking) + sum(
+            # Who never asked for anything may ask here.
+            view.session_id in self._met or view.ready_at_s < view.opened_at_s
+            for view in self.table
+            if view.session_id not in asking
+        )
         return (few_slots and sessions > slots) or (
             little_kv and sessions * used > total * running > 0
         )

@@ -290,7 +290,7 @@ def four_far_ahead():
 
 
 def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
-    runtime, _, everybody = four_far_ahead()
+    runtime, scheduler, everybody = four_far_ahead()
     for slots, held in ((0, everybody), (4, everybody), (3, set()), (6, everybody)):
         runtime.info = replace(runtime.info, slots=slots)
         assert runtime.plan().held == held, slots
@@ -304,8 +304,13 @@ def test_nobody_is_held_where_held_requests_would_take_the_slots_of_new_users():
     for slots, held in ((4, set()), (5, everybody)):
         runtime.info = replace(runtime.info, slots=slots)
         assert runtime.plan().held == held, slots
-    # and whoever left asks for nothing more
+    # and whoever left asks for nothing more, also if they had asked
     runtime.info = replace(runtime.info, slots=4)
+    scheduler.run.append(Request("e1", 100))
+    runtime.round()
+    scheduler.run.pop()
+    runtime.round()
+    assert runtime.plan().held == set()
     send(runtime, [Event(EventKind.CLOSED, "e", 100.0)], first_seq=21)
     assert runtime.plan().held == everybody
 
